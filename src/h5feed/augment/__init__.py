@@ -1,0 +1,49 @@
+"""What happens to a picture: parameters drawn for a batch, kernels for the CPU and any device.
+
+Ops are named, ordered and parametrised as in torchvision.transforms.v2; a Pipeline runs them.
+
+A picture that packing squeezed (fit="stretch") counts in its true proportions at its stored
+resolution: 375x500 stored as 256x256 counts as 256x341, what torchvision's Resize(256) would have
+made of the source. So RandomCrop(224) or CenterCrop(224) mean there what they mean after
+Resize(256), and no op ever shows a squeezed picture; only without any op that crops or resizes does
+the stored picture come as it is.
+"""
+
+from h5feed.augment.affine import RandomAffine
+from h5feed.augment.blur import GaussianBlur
+from h5feed.augment.color import ColorJitter
+from h5feed.augment.crops import CenterCrop, RandomCrop, Resize
+from h5feed.augment.erasing import RandomErasing
+from h5feed.augment.flips import RandomHorizontalFlip, RandomVerticalFlip
+from h5feed.augment.floats import Normalize, ToFloat
+from h5feed.augment.gray import Grayscale, RandomGrayscale
+from h5feed.augment.mixing import CutMix, Mixup
+from h5feed.augment.on_cpu import Kernel
+from h5feed.augment.ops import Draws, Op
+from h5feed.augment.params import Params
+from h5feed.augment.pipeline import Pipeline
+from h5feed.augment.resized_crop import RandomResizedCrop
+
+__all__ = [
+    "CenterCrop",
+    "ColorJitter",
+    "CutMix",
+    "Draws",
+    "GaussianBlur",
+    "Grayscale",
+    "Kernel",
+    "Mixup",
+    "Normalize",
+    "Op",
+    "Params",
+    "Pipeline",
+    "RandomAffine",
+    "RandomCrop",
+    "RandomErasing",
+    "RandomGrayscale",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "RandomVerticalFlip",
+    "Resize",
+    "ToFloat",
+]

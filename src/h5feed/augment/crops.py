@@ -1,0 +1,207 @@
+"""Crops, resizes and flips: ops that keep the axes, as torchvision.transforms.v2 defines them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from h5feed.augment.frame import Antialias, Frame
+from h5feed.augment.ops import Floats, Ints, Op, check_fill, check_size, refuse
+
+__all__ = ["AxisOp", "CenterCrop", "RandomCrop", "Resize", "below", "check_resampling"]
+
+
+class AxisOp(Op):
+    """An op that folds into one box and one resize with its neighbours."""
+
+    uniforms: ClassVar[int] = 0
+    """How many random numbers an image needs."""
+    resizes: ClassVar[bool] = False
+    """It resizes."""
+    crops: ClassVar[bool] = False
+    """It cuts without resizing."""
+    antialias: Antialias | None = None
+    """What it says about resizing; None takes the pipeline's."""
+
+    @property
+    def padding_color(self) -> tuple[float, ...] | None:
+        """What shows where it reaches outside the image; None if it never does."""
+        return None
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Apply the op to the frame with uniforms `u` (B, uniforms)."""
+        raise NotImplementedError
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Return the (height, width) it gives to images of one size, None where they vary."""
+        return size
+
+
+def below(u: Floats, count: Ints) -> Ints:
+    """Return whole numbers in [0, count), as torch.randint draws them."""
+    return np.minimum((u * count).astype(np.int64), count - 1)
+
+
+def check_resampling(op: Any) -> None:
+    """Check the two arguments of every op that resizes."""
+    if op.interpolation != "bilinear":
+        raise refuse(op, "interpolation", op.interpolation, 'must be "bilinear", the only one here')
+    if op.antialias not in (None, True, False, "auto"):
+        raise refuse(
+            op, "antialias", op.antialias, 'must be True, False, "auto" or None (the default)'
+        )
+
+
+@dataclass(frozen=True)
+class Resize(AxisOp):
+    """Resize to a fixed (height, width), or the short side to a number with proportions kept."""
+
+    size: int | Sequence[int] | None
+    """The short side (a number or a sequence of one), or (height, width), or None: see max_size."""
+    interpolation: Literal["bilinear"] = "bilinear"
+    max_size: int | None = None
+    """The most that the long side may become; with size=None, what it becomes."""
+    antialias: Antialias | None = None
+    """None takes the pipeline's."""
+    resizes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            check_size(self, "size", self.size)
+        elif self.max_size is None:
+            raise refuse(self, "size", None, "needs max_size")
+        if self.max_size is not None:
+            self._check_max_size(*check_size(self, "max_size", self.max_size))
+        check_resampling(self)
+
+    def _check_max_size(self, longest: int, _: int) -> None:
+        if self._fixed is not None:
+            raise refuse(self, "max_size", longest, "goes with one number for size, not two")
+        if self.size is not None and longest <= check_size(self, "size", self.size)[0]:
+            raise refuse(self, "max_size", longest, f"must be larger than size={self.size!r}")
+
+    @property
+    def _fixed(self) -> tuple[int, int] | None:
+        one = self.size is None or isinstance(self.size, int) or len(self.size) == 1
+        return None if one else check_size(self, "size", self.size)
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Return the fixed size, or what becomes of `size` if that is known."""
+        if self._fixed is not None or size is None:
+            return self._fixed
+        height, width = self._sizes(np.array([size[0]]), np.array([size[1]]))
+        return int(height[0]), int(width[0])
+
+    def _sizes(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
+        """Return heights and widths as torchvision computes them (truncated)."""
+        short, long = np.minimum(height, width), np.maximum(height, width)
+        if self.size is None:
+            assert self.max_size is not None
+            new_short = (self.max_size * short / long).astype(np.int64)
+            new_long = np.full_like(long, self.max_size)
+        else:
+            new_short = np.full_like(short, check_size(self, "size", self.size)[0])
+            new_long = (new_short * long / short).astype(np.int64)
+        if self.max_size is not None:
+            over = new_long > self.max_size
+            fitted = (self.max_size * new_short / new_long).astype(np.int64)
+            new_short = np.where(over, fitted, new_short)
+            new_long = np.where(over, self.max_size, new_long)
+        tall = height > width
+        return np.where(tall, new_long, new_short), np.where(tall, new_short, new_long)
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Resize."""
+        frame.resize(*(self._fixed or self._sizes(frame.height, frame.width)))
+
+
+@dataclass(frozen=True)
+class CenterCrop(AxisOp):
+    """Cut the centre out; where the image is smaller, black surrounds it."""
+
+    size: int | Sequence[int]
+    """Output size: a number, or (height, width)."""
+    crops: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_size(self, "size", self.size)
+
+    @property
+    def padding_color(self) -> tuple[float, ...]:
+        """Black."""
+        return (0.0,)
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return `size`."""
+        return check_size(self, "size", self.size)
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Crop where torchvision's center_crop does (it rounds half to even)."""
+        height, width = self.size_after(None)
+        frame.crop(_middle(frame.height, height), _middle(frame.width, width), height, width)
+
+
+def _middle(extent: Ints, length: int) -> Ints:
+    fits = np.rint((extent - length) / 2).astype(np.int64)
+    return np.where(extent < length, -((length - extent) // 2), fits)
+
+
+@dataclass(frozen=True)
+class RandomCrop(AxisOp):
+    """Cut a box of fixed size out at random, of the image with `padding` around it."""
+
+    size: int | Sequence[int]
+    """Output size: a number, or (height, width)."""
+    padding: int | Sequence[int] | None = None
+    """One number; (left and right, top and bottom); or (left, top, right, bottom)."""
+    pad_if_needed: bool = False
+    """Pad a smaller image by what it lacks, on both sides, instead of refusing it."""
+    fill: float | Sequence[float] = 0
+    """Color of the padding, 0..255: one number, or one for each channel. Masks get 0."""
+    padding_mode: Literal["constant"] = "constant"
+    uniforms: ClassVar[int] = 2
+    crops: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_size(self, "size", self.size)
+        check_fill(self, self.fill)
+        items = [self.padding] if isinstance(self.padding, int) else self.padding or [0]
+        if len(items) not in (1, 2, 4) or any(i != int(i) or i < 0 for i in items):
+            wrong = "must be 1, 2 or 4 whole numbers, none below 0"
+            raise refuse(self, "padding", self.padding, wrong)
+        if self.padding_mode != "constant":
+            raise refuse(self, "padding_mode", self.padding_mode, 'must be "constant"')
+
+    @property
+    def padding_color(self) -> tuple[float, ...] | None:
+        """`fill`, if there is any padding."""
+        return check_fill(self, self.fill) if any(self._sides) or self.pad_if_needed else None
+
+    @property
+    def _sides(self) -> tuple[int, int, int, int]:
+        """Padding as left, top, right, bottom."""
+        items = [self.padding] if isinstance(self.padding, int) else self.padding or [0]
+        left, top, right, bottom = (list(items) * 4)[:4]
+        return left, top, right, bottom
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return `size`."""
+        return check_size(self, "size", self.size)
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Crop. Raises UsageError where an image is too small."""
+        height, width = self.size_after(None)
+        left, top, right, bottom = self._sides
+        y = self._begin(frame.height, height, top, bottom, u[:, 0])
+        x = self._begin(frame.width, width, left, right, u[:, 1])
+        frame.crop(y, x, height, width)
+
+    def _begin(self, extent: Ints, length: int, before: int, after: int, u: Floats) -> Ints:
+        """Return where the box begins along one axis, relative to the unpadded image."""
+        padded = extent + before + after
+        lacking = np.maximum(length - padded, 0)
+        if lacking.any() and not self.pad_if_needed:
+            wrong = f"is larger than an image of {padded.min()} pixels, padding included: "
+            raise refuse(self, "size", self.size, wrong + "give padding, or pad_if_needed=True")
+        return below(u, padded + 2 * lacking - length + 1) - before - lacking

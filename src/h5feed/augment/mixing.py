@@ -1,0 +1,124 @@
+"""Mixup and CutMix: each image of a batch takes something of the one before it, labels likewise."""
+
+import math
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+import torch
+
+from h5feed.augment.crop_cpu import Image
+from h5feed.augment.ops import Draws, Floats, Op, refuse
+from h5feed.errors import UsageError
+
+__all__ = ["CutMix", "MixOp", "Mixup", "mix_images", "mix_labels", "mix_rows"]
+
+# A batch's parameters, float64 (6,): what the label keeps of its own, what a pixel in the box keeps
+# of its own, and the box: y0, x0, y1, x1.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixOp(Op):
+    """Base of the ops that mix a batch; the partner of an image is the one before it."""
+
+    alpha: float = 1.0
+    """Both parameters of the Beta distribution from which the share is drawn."""
+    num_classes: int | None = None
+    """For labels that are class numbers; None takes the data set's number of classes."""
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise refuse(self, "alpha", self.alpha, "must be positive")
+        if self.num_classes is not None and self.num_classes < 1:
+            raise refuse(self, "num_classes", self.num_classes, "must be at least 1")
+
+    def draw(self, draws: Draws, stream: int, size: tuple[int, int]) -> Floats:
+        """Return the batch's parameters for images of `size`."""
+        u = draws.batch_uniform(stream, 3)
+        # RandomState, because its sequence is frozen for good (NEP 19)
+        share = np.random.RandomState(int(u[0] * 2**32)).beta(self.alpha, self.alpha)
+        return np.array(self.mixture(float(share), float(u[1]), float(u[2]), size))
+
+    def mixture(
+        self, share: float, u_x: float, u_y: float, size: tuple[int, int]
+    ) -> tuple[float, ...]:
+        """Return the parameters for a share drawn and two uniforms."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixup(MixOp):
+    """Blend each image with its partner (Zhang et al., arXiv 1710.09412)."""
+
+    def mixture(
+        self, share: float, u_x: float, u_y: float, size: tuple[int, int]
+    ) -> tuple[float, ...]:
+        """Return one share for labels and for all pixels."""
+        return share, share, 0, 0, *size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutMix(MixOp):
+    """Put a box of its partner into each image (Yun et al., arXiv 1905.04899)."""
+
+    def mixture(
+        self, share: float, u_x: float, u_y: float, size: tuple[int, int]
+    ) -> tuple[float, ...]:
+        """Return the box as torchvision draws it, and the share of the area outside it."""
+        height, width = size
+        x, y = int(u_x * width), int(u_y * height)
+        half = 0.5 * math.sqrt(1 - share)
+        half_w, half_h = int(half * width), int(half * height)
+        x0, y0 = max(x - half_w, 0), max(y - half_h, 0)
+        x1, y1 = min(x + half_w, width), min(y + half_h, height)
+        kept = 1 - (x1 - x0) * (y1 - y0) / (width * height)
+        return kept, 0, y0, x0, y1, x1
+
+
+def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> torch.Tensor:
+    """Return float32 (B, K) mixed targets from int64 (B,) or float (B, K) ones.
+
+    Raises UsageError for class numbers without `num_classes`.
+    """
+    if labels.ndim == 1:
+        if num_classes is None:
+            raise UsageError(
+                "Mixup and CutMix need to know how many classes there are: give num_classes"
+            )
+        labels = labels[:, None] == torch.arange(num_classes, device=labels.device)
+    labels = labels.float()
+    return labels.roll(1, 0) * (1 - kept) + labels * kept
+
+
+def mix_images(images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    """Return images (B, C, H, W) mixed by parameters (6,) on the same device."""
+    _, kept, y0, x0, y1, x1 = mix.unbind(0)
+    y = torch.arange(images.shape[2], device=images.device).view(-1, 1)
+    x = torch.arange(images.shape[3], device=images.device)
+    inside = (y >= y0) & (y < y1) & (x >= x0) & (x < x1)
+    weight = torch.where(inside, kept, 1.0).to(images.dtype)
+    return images * weight + images.roll(1, 0) * (1 - weight)
+
+
+def mix_rows(rows: Image, mix: Floats, dtype: torch.dtype) -> None:
+    """Mix a batch (B, H, W, C) of memory that holds `dtype`, in place, by parameters (6,)."""
+    kept = float(mix[1])
+    y0, x0, y1, x1 = (int(v) for v in mix[2:])
+    box = rows[:, y0:y1, x0:x1]
+    before = box[-1].copy()
+    for k in range(len(rows) - 1, -1, -1):
+        other = box[k - 1] if k else before
+        if kept == 0:
+            box[k] = other
+        else:
+            _blend(box[k], other, kept, dtype)
+
+
+def _blend(own: Image, other: Image, kept: float, dtype: torch.dtype) -> None:
+    if dtype == torch.uint8:
+        cv2.addWeighted(own, kept, other, 1 - kept, 0, own)
+        return
+    if dtype == torch.bfloat16:
+        own, other = own.view(np.int16), other.view(np.int16)
+    mine, partner = (torch.from_numpy(image).view(dtype) for image in (own, other))
+    mine.lerp_(partner, 1 - kept)

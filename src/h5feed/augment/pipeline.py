@@ -1,0 +1,228 @@
+"""A list of ops as one machine: draws the parameters of a batch, and applies them anywhere."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from h5feed.augment.crop_cpu import Image
+from h5feed.augment.floats import ROW_DTYPES
+from h5feed.augment.frame import Antialias, Shapes
+from h5feed.augment.mixing import mix_labels, mix_rows
+from h5feed.augment.on_cpu import Kernel, kernel, run_fixed, run_masks
+from h5feed.augment.on_device import run_batch
+from h5feed.augment.ops import Draws, Op
+from h5feed.augment.params import Params
+from h5feed.augment.plan import Plan
+from h5feed.augment.stages import Rows, Stage, stream
+from h5feed.errors import UsageError
+
+__all__ = ["Pipeline"]
+
+_HOW_TO_END = "end with CenterCrop(size), RandomResizedCrop(size) or Resize((height, width))"
+
+
+class Pipeline:
+    """Ops in their order.
+
+    antialias: True is torchvision's antialiased bilinear, False plain bilinear, "auto" antialiases
+    an image whose crop shrinks by more than frame.AUTO_FACTOR. views: how many differently drawn
+    images each picture gives. `bind` first, then `draw` per batch, then a kernel.
+    """
+
+    def __init__(
+        self, ops: Sequence[Op] = (), *, antialias: Antialias = "auto", views: int = 1
+    ) -> None:
+        if antialias not in (True, False, "auto"):
+            raise UsageError(f'antialias={antialias!r} must be True, False or "auto"')
+        if views < 1:
+            raise UsageError(f"views={views} must be at least 1")
+        self.ops = tuple(ops)
+        self.views = views
+        self._plan = Plan(self.ops, antialias)
+        self._sizes: list[tuple[int, int] | None] = []
+        self._num_classes: int | None = None
+        if self._plan.mix is not None and views > 1:
+            raise UsageError(f"{self._plan.mix[1]!r} mixes labels, which views={views} have not")
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of every output image; known after `bind`."""
+        size = self._sizes[-1] if self._sizes else None
+        assert size is not None, "bind() has not been called"
+        return *size, self._plan.channels
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The type of the output."""
+        return self._plan.dtype
+
+    @property
+    def row_dtype(self) -> np.dtype[Any]:
+        """Numpy's type for a batch slot that `run_cpu` fills (bfloat16 lies in uint16)."""
+        return ROW_DTYPES[self.out_dtype]
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether an op mixes the images of a batch (Mixup, CutMix), and the labels with them."""
+        return self._plan.mix is not None
+
+    def bind(
+        self,
+        field_hw: tuple[int, int] | None,
+        *,
+        encoding: str = "raw",
+        num_classes: int | None = None,
+    ) -> tuple[int, int]:
+        """Return the (height, width) of every output image, for pictures stored in one size or not.
+
+        encoding: what the pictures given will be, "raw" for RGB or "yuv420" for NV12. num_classes:
+        of labels that are class numbers, for Mixup and CutMix. Raises UsageError where the
+        ops would leave images of several sizes.
+        """
+        self._plan.first.nv12 = encoding == "yuv420"
+        self._num_classes = num_classes
+        self._sizes = []
+        size = field_hw
+        for stage in self._stages:
+            size = stage.size_after(size)
+            self._sizes.append(size)
+        if size is None:
+            raise UsageError(
+                f"augment={self.ops!r} leaves images of several sizes, which make no batch:"
+                f" {_HOW_TO_END}"
+            )
+        return size
+
+    @property
+    def _stages(self) -> list[Stage]:
+        return self._plan.stages + self._plan.after
+
+    def draw(
+        self,
+        draws: Draws,
+        stored: NDArray[Any],
+        source: NDArray[Any],
+        boxes: NDArray[Any] | None = None,
+    ) -> Params:
+        """Return the parameters of a batch.
+
+        stored, source: (B, 2) heights and widths; with fit="crop" the source is the stored size
+        (what was cut off is gone). boxes: (B, 4) of fit="pad".
+        """
+        first = Shapes.stored(stored, source, boxes)
+        drawn = [self._draw_view(draws, view, first) for view in range(self.views)]
+        mix = None
+        if self._plan.mix is not None:
+            position, op = self._plan.mix
+            mix = op.draw(draws, stream(position, 0), self.out_shape[:2])
+        return Params(
+            views=tuple(rows for rows, _ in drawn),
+            mix=mix,
+            ragged=any(ragged for _, ragged in drawn),
+        )
+
+    def _draw_view(self, draws: Draws, view: int, shapes: Shapes) -> tuple[tuple[Rows, ...], bool]:
+        """Return the rows of every stage, and whether images have several sizes on the way."""
+        made, ragged = [], False
+        wrong = np.zeros(0, bool)
+        for stage, size in zip(self._stages, self._sizes, strict=True):
+            rows, shapes = stage.draw(draws, view, shapes)
+            made.append(rows)
+            wrong = (shapes.actual != (size or 0)).any(axis=1)
+            ragged |= bool(wrong.any())
+        if wrong.any():
+            height, width = shapes.actual[wrong][0]
+            raise UsageError(
+                f"augment={self.ops!r} makes images of several sizes, one of {height}x{width}:"
+                f" {_HOW_TO_END}"
+            )
+        return tuple(made), ragged
+
+    def source_rows(self, params: Params) -> NDArray[np.int64]:
+        """Return int64 (B, 4): top, left, height, width of what all views read of each picture."""
+        boxes = np.stack([view[0][:, :4] for view in params.views]).astype(np.int64)
+        low = boxes[:, :, :2].min(axis=0)
+        high = (boxes[:, :, :2] + boxes[:, :, 2:]).max(axis=0)
+        return np.concatenate([low, high - low], axis=1)
+
+    def kernel(self, params: Params, k0: int, count: int, *, view: int = 0) -> Kernel:
+        """Return the function that makes images k0 … k0+count-1 of a batch, for one thread.
+
+        Unlike `run_cpu` it can do with a part of a picture, of no less than `source_rows`.
+        """
+        return kernel(self._plan, self._rows(params, k0, count, view))
+
+    def _rows(self, params: Params, k0: int, count: int, view: int) -> list[Rows]:
+        return [rows[k0 : k0 + count] for rows in params.views[view]]
+
+    def run_cpu(
+        self, params: Params, k0: int, pictures: Sequence[Image], out: Image, *, view: int = 0
+    ) -> None:
+        """Write images k0, k0+1, … of a batch, made from `pictures`, into `out` (n, H, W, C).
+
+        pictures[i]: uint8 (h, w, 3), or NV12 (h*3//2, w) where bound so. Thread-safe.
+        """
+        make = self.kernel(params, k0, len(pictures), view=view)
+        for i, picture in enumerate(pictures):
+            make(i, picture, out[i])
+
+    def run_fixed(
+        self,
+        params: Params,
+        k0: int,
+        field: Image,
+        indices: NDArray[np.int64],
+        out: Image,
+        *,
+        view: int = 0,
+    ) -> None:
+        """Write images k0, k0+1, … of a batch, made from `field[indices]`, into `out` (n, H, W, C).
+
+        field: a whole field of one size, uint8 (N, h, w, 3), or NV12 (N, h*3//2, w) where bound
+        so. As `run_cpu`, but many times faster for small pictures. Thread-safe.
+        """
+        rows = self._rows(params, k0, len(indices), view)
+        run_fixed(self._plan, rows, field, indices, out)
+
+    def run_mask(
+        self, params: Params, k0: int, masks: Sequence[Image], out: Image, *, view: int = 0
+    ) -> None:
+        """Write masks into `out` (n, H, W, 1): the images' geometry, nearest, 0 for padding.
+
+        masks[i]: uint8 (h, w, 1), of its image's stored size. Thread-safe.
+        """
+        run_masks(self._plan, self._rows(params, k0, len(masks), view), masks, out)
+
+    def mix_rows(self, params: Params, rows: Image) -> None:
+        """Mix the images of a whole batch (B, H, W, C) of slot memory in place, once all are made.
+
+        For `uses_batch`; `run_device` has it done already.
+        """
+        if params.mix is not None:
+            mix_rows(rows, params.mix, self.out_dtype)
+
+    def mix_labels(self, params: Params, labels: torch.Tensor) -> torch.Tensor:
+        """Return float32 (B, K) targets of a mixed batch; other labels as they are."""
+        if params.mix is None or self._plan.mix is None:
+            return labels
+        classes = self._plan.mix[1].num_classes or self._num_classes
+        return mix_labels(labels, float(params.mix[0]), classes)
+
+    def run_device(self, params: Params, batch: torch.Tensor, *, view: int = 0) -> torch.Tensor:
+        """Return a batch (B, C, H, W), channels_last, made on the device that holds `batch`.
+
+        batch: uint8 (B, h, w, 3), or NV12 (B, h*3//2, w) where bound so.
+        """
+        if params.ragged:
+            raise UsageError(
+                f'augment_on="device" with augment={self.ops!r} meets images of several sizes'
+                ' between two ops: put a crop of fixed size first, or use augment_on="cpu"'
+            )
+        packed = params.packed(view)
+        if batch.device.type == "cuda":
+            packed = packed.pin_memory()
+        sizes = [size for size in self._sizes if size is not None]
+        return run_batch(self._plan, packed.to(batch.device, non_blocking=True), batch, sizes)

@@ -1,0 +1,288 @@
+"""What each trick is worth: the trainer with one switch more, row by row, and with one switch less.
+
+Every row is a process of its own, measured by turns like bench-h5's subjects, beside a row that
+trains the same way on data that costs nothing: t_synthetic. What the input costs is
+1 − t_synthetic / t_real.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h5feed.bench import machine
+from h5feed.bench.measure import Expectation
+from h5feed.bench.rounds import Entry, Outcome, Schedule, run
+from h5feed.bench.tricks import CHECKPOINTING, Published, Trick, packed, plain, synthetic, usable
+from h5feed.errors import UsageError
+from h5feed.feed import H5Dataset
+from h5feed.train.config import TrainConfig
+from h5feed.train.configfile import write_config
+from h5feed.train.packed import default_size
+
+__all__ = ["AblateOptions", "Ablation", "Row", "ablate"]
+
+Tell = Callable[[str], None]
+_BATCHES = 8
+"""An epoch of fewer batches measures how epochs start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblateOptions:
+    """What is measured, and for how long."""
+
+    images: Path | None = None
+    """The folder that TRAIN was packed from: the plain loop reads it file by file."""
+    seconds: float = 2.0
+    """Length of a timed window; longer where six batches take longer."""
+    repeats: int = 3
+    """Windows of each row; they take turns."""
+    final_steps: int = 30
+    """Steps after which the loss is compared: over the last fifth of them."""
+    leave_one_out: bool = True
+    """Measure all tricks but one, too, for each of them."""
+    only: tuple[str, ...] = ()
+    """Only tricks whose name contains one of these."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("seconds", 0.05), ("repeats", 1), ("final_steps", 1)):
+            if getattr(self, name) < least:
+                flag = name.replace("_", "-")
+                raise UsageError(
+                    f"--{flag} {getattr(self, name)} is too small: give {least} or more"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One configuration, measured."""
+
+    name: str
+    group: str
+    """cumulative (each with one trick more), without (all but one), or beside (all and one)."""
+    tricks: tuple[str, ...]
+    """Those that are on."""
+    rates: tuple[float, ...] = ()
+    """Images per second of each window."""
+    ratio: float | None = None
+    """What its trick is worth: to the row before; of "without" rows, of all to this one."""
+    epoch_seconds: float | None = None
+    memory_bytes: int | None = None
+    """Peak of the GPU's allocations; on the CPU of the process and its workers."""
+    final_loss: float | None = None
+    ceiling: float | None = None
+    """Images per second with data that costs nothing."""
+    input_bound: float | None = None
+    """1 − t_synthetic / t_real; below 0 where the difference drowns in the spread."""
+    cpu_seconds_per_1000: float | None = None
+    published: Published | None = None
+    error: str | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Median images per second."""
+        return statistics.median(self.rates) if self.rates else None
+
+    @property
+    def spread(self) -> float | None:
+        """Half the distance between the slowest and the fastest window, as part of the median."""
+        if len(self.rates) < 2 or not self.rate:
+            return None
+        return (max(self.rates) - min(self.rates)) / 2 / self.rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    """All rows, and where they were measured."""
+
+    title: str
+    rows: tuple[Row, ...]
+    pictures: int
+    batch_size: int
+    machine: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def is_smoke(self) -> bool:
+        """Whether the set is too small for speeds to mean anything."""
+        return self.pictures < _BATCHES * self.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A row to be measured."""
+
+    name: str
+    group: str
+    tricks: tuple[Trick, ...]
+    trick: Trick | None
+    config: TrainConfig
+    synthetic: TrainConfig
+    """The same on data that costs nothing."""
+
+
+def ablate(config: TrainConfig, options: AblateOptions, tell: Tell = lambda _: None) -> Ablation:
+    """Measure `config`'s model and recipe with the tricks off, on, and left out one by one.
+
+    Raises:
+        UsageError: A wrong option, or a file or model that cannot be trained on.
+        SubjectError: The plain loop failed.
+    """
+    dataset = H5Dataset(config.train)
+    size = config.data.size or default_size(dataset)
+    config = replace(config, data=replace(config.data, size=size))
+    tricks, left_out = usable(config, options.images)
+    if options.only:
+        tricks = [t for t in tricks if any(part in t.name for part in options.only)]
+    if not tricks:
+        raise UsageError(f"--only {' '.join(options.only)} leaves no trick to measure")
+    rows = _plan(config, tricks, options)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = _measure(rows, len(dataset), options, Path(scratch), tell)
+    measured = tuple(_rows(rows, found, len(dataset)))
+    return Ablation(
+        title=f"{config.model.model} at {size} px, {len(dataset):,} pictures, batches of "
+        f"{config.batch_size}, {config.optim.optimizer}",
+        rows=measured,
+        pictures=len(dataset),
+        batch_size=config.batch_size,
+        machine=machine.describe(machine.machine(config.train)) + _gpu(config),
+        facts=_facts(config, options),
+        left_out=tuple(left_out),
+    )
+
+
+def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) -> list[_Planned]:
+    """Cumulative rows, then all without each, then all with gradient checkpointing."""
+    # Without the step from folder to packed file, everything is measured on the packed file.
+    packs = any(trick.apply is packed for trick in tricks)
+    base = plain(config, options.images if packs else None)
+
+    def planned(name: str, group: str, on: Sequence[Trick], trick: Trick | None) -> _Planned:
+        made = base
+        for one in on:
+            made = one.apply(made)
+        free = synthetic(made)  # of the packed file, whose kind it takes
+        if made.data.loader == "imagefolder":
+            assert options.images is not None
+            made = replace(made, train=options.images)
+        return _Planned(
+            name=name, group=group, tricks=tuple(on), trick=trick, config=made, synthetic=free
+        )
+
+    rows = [planned("the plain loop", "cumulative", [], None)]
+    for count, trick in enumerate(tricks, 1):
+        rows.append(planned(f"+ {trick.name}", "cumulative", tricks[:count], trick))
+    if options.leave_one_out and len(tricks) > 1:
+        for trick in tricks:
+            rest = [one for one in tricks if one is not trick]
+            rows.append(planned(f"all but {trick.name}", "without", rest, trick))
+    if not options.only:
+        every = [*tricks, CHECKPOINTING]
+        rows.append(planned(f"all and {CHECKPOINTING.name}", "beside", every, CHECKPOINTING))
+    return rows
+
+
+def _measure(
+    rows: Sequence[_Planned], pictures: int, options: AblateOptions, scratch: Path, tell: Tell
+) -> dict[TrainConfig, Outcome]:
+    """Measure every configuration of `rows` once, synthetic ones too."""
+    wanted: dict[TrainConfig, Entry] = {}
+    for row in rows:
+        for name, config in ((row.name, row.config), (f"{row.name}, no data", row.synthetic)):
+            if config not in wanted:
+                path = scratch / f"{len(wanted)}.json"
+                write_config(config, path)
+                wanted[config] = _entry(name, path, config, pictures, options)
+    plainest = rows[0].config
+    wanted[plainest] = replace(wanted[plainest], required=True)
+    schedule = Schedule(
+        seconds=options.seconds, repeats=options.repeats, settle=0.0, verify=options.seconds / 2
+    )
+    return dict(zip(wanted, run(list(wanted.values()), schedule, tell), strict=True))
+
+
+def _entry(
+    name: str, config_file: Path, config: TrainConfig, pictures: int, options: AblateOptions
+) -> Entry:
+    free = config.data.loader == "synthetic"
+    subject = "h5feed.bench.ablate_subject:TrainerSteps"
+    return Entry(
+        name=name,
+        command=(sys.executable, "-m", "h5feed.bench.host", subject),
+        params={"config": str(config_file), "final_steps": 0 if free else options.final_steps},
+        expected=Expectation(
+            pictures=pictures,
+            batch_size=config.batch_size,
+            height=config.data.size,
+            width=config.data.size,
+            ceiling=free,
+        ),
+        files=(str(config.train),),
+        required=False,
+        cold=False,
+    )
+
+
+def _rows(
+    rows: Sequence[_Planned], found: dict[TrainConfig, Outcome], pictures: int
+) -> Iterable[Row]:
+    rates = {row.name: found[row.config].rate for row in rows}
+    cumulative = [row.name for row in rows if row.group == "cumulative"]
+    everything = rates[cumulative[-1]]
+    for row in rows:
+        real = found[row.config]
+        ceiling = found[row.synthetic]
+        before = everything
+        if row.group == "cumulative" and row.trick is not None:
+            before = rates[cumulative[cumulative.index(row.name) - 1]]
+        yield Row(
+            name=row.name,
+            group=row.group,
+            tricks=tuple(trick.name for trick in row.tricks),
+            rates=real.rates,
+            ratio=None if row.trick is None else _ratio(row.group, real.rate, before),
+            epoch_seconds=pictures / real.rate if real.rate else None,
+            memory_bytes=real.extra.get("device_bytes") or real.private_bytes,
+            final_loss=real.extra.get("final_loss"),
+            ceiling=ceiling.rate,
+            input_bound=1 - real.rate / ceiling.rate if real.rate and ceiling.rate else None,
+            cpu_seconds_per_1000=real.cpu_seconds_per_1000,
+            published=None if row.trick is None else row.trick.published,
+            error=real.error or ceiling.error,
+        )
+
+
+def _ratio(group: str, rate: float | None, before: float | None) -> float | None:
+    if not rate or not before:
+        return None
+    return before / rate if group == "without" else rate / before
+
+
+def _facts(config: TrainConfig, options: AblateOptions) -> dict[str, Any]:
+    versions = machine.versions()
+    if torch.cuda.is_available() and config.device != "cpu":
+        versions["GPU"] = torch.cuda.get_device_name()
+        versions["CUDA"] = str(torch.version.cuda)
+    return {
+        "machine": machine.machine(config.train),
+        "versions": versions,
+        "options": {
+            "seconds": options.seconds,
+            "repeats": options.repeats,
+            "final_steps": options.final_steps,
+        },
+    }
+
+
+def _gpu(config: TrainConfig) -> str:
+    on_gpu = torch.cuda.is_available() and config.device != "cpu"
+    return f", {torch.cuda.get_device_name()}" if on_gpu else ""

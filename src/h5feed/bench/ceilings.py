@@ -1,0 +1,192 @@
+"""What the hardware allows: the bare work of a loader with nothing around it.
+
+`Kernel` crops, resizes and flips stored pictures in a thread pool into a few buffers used again and
+again; `Gather` only copies whole pictures into them; `disk_rate` reads a file that is not cached.
+The first two are subjects, so that they take their turns beside the loaders.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+from h5feed.bench import cache
+from h5feed.bench.crops import Box, draw_box
+from h5feed.codec import decode_jpeg
+from h5feed.feed.source import Pixels
+
+__all__ = ["Gather", "Kernel", "disk_rate"]
+
+UInt8 = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int64]
+_DRAWN = 4096  # crops drawn beforehand and used in turn: drawing is no part of the ceiling
+_BLOCK = 4 << 20
+_BUFFERS = 4  # enough that no thread waits for the caller to wake up on a busy machine
+
+
+def _crop_rgb(picture: UInt8, box: Box, out: UInt8) -> None:
+    top, left, height, width = box
+    part = picture[top : top + height, left : left + width]
+    cv2.resize(part, out.shape[1::-1], dst=out, interpolation=cv2.INTER_LINEAR)
+
+
+def _crop_nv12(picture: UInt8, box: Box, out: UInt8) -> None:
+    """Resize both planes and convert once, at the output's size."""
+    rows = picture.shape[0] * 2 // 3
+    top, left, height, width = (value & ~1 for value in box)
+    height, width = max(height, 2), max(width, 2)
+    size = out.shape[0] & ~1
+    luma = picture[top : top + height, left : left + width]
+    chroma = picture[rows:].reshape(rows // 2, -1, 2)
+    chroma = chroma[top // 2 : (top + height) // 2, left // 2 : (left + width) // 2]
+    y = cv2.resize(luma, (size, size))
+    uv = cv2.resize(chroma, (size // 2, size // 2))
+    cv2.cvtColorTwoPlane(y, uv, cv2.COLOR_YUV2RGB_NV12, dst=out[:size, :size])
+
+
+def _filled(buffer: UInt8, jobs: list[Future[None]]) -> UInt8:
+    """Return the buffer once it is full; raise what went wrong in a thread."""
+    for job in jobs:
+        job.result()
+    return buffer
+
+
+class _Ceiling:
+    """Fills a few buffers in turn with pictures in random order, in a pool of threads."""
+
+    dtype = "uint8"
+    layout = "NHWC"
+    note = ""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        cv2.setNumThreads(0)
+        self.files = [params["file"]]
+        self._pixels = Pixels(self.files)
+        self._encoding = self._pixels.specs["images"].encoding
+        self._threads = max(params["workers"], 1)
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._rng = np.random.default_rng(0)
+        self._buffers = [self._new_buffer(params) for _ in range(_BUFFERS)]
+
+    def _new_buffer(self, params: Mapping[str, Any]) -> UInt8:
+        raise NotImplementedError
+
+    def _fill(self, indices: Indices, out: UInt8) -> None:
+        raise NotImplementedError
+
+    def _start(self, indices: Indices, buffer: UInt8) -> list[Future[None]]:
+        """Begin to fill `buffer`, in four parts per thread: one that is interrupted costs less."""
+        starts = np.linspace(0, len(indices), 4 * self._threads + 1).astype(int).tolist()
+        return [
+            self._pool.submit(self._fill, indices[a:b], buffer[a:b]) for a, b in pairwise(starts)
+        ]
+
+    def epoch(self) -> Iterator[tuple[Any, Any]]:
+        """Yield full buffers; while one is looked at, the others are filled."""
+        order = self._rng.permutation(len(self._pixels))
+        size = len(self._buffers[0])
+        batches = [order[first : first + size] for first in range(0, len(order), size)]
+        filling: deque[tuple[UInt8, list[Future[None]]]] = deque()
+        try:
+            for number, indices in enumerate(batches):
+                buffer = self._buffers[number % _BUFFERS][: len(indices)]
+                filling.append((buffer, self._start(indices, buffer)))
+                if len(filling) == _BUFFERS - 1:  # the last one is in the caller's hands
+                    yield _filled(*filling.popleft()), None
+            while filling:
+                yield _filled(*filling.popleft()), None
+        finally:
+            for _, jobs in filling:
+                wait(jobs)
+
+    def synchronize(self) -> None:
+        """The buffer is full when it is handed out."""
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+
+class Kernel(_Ceiling):
+    """Crop, resize (cv2, bilinear without antialiasing) and flip; decoding first where needed."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        super().__init__(params)
+        shapes = self._pixels.stored_shapes
+        if self._encoding == "original":
+            shapes = self._pixels.source_shapes
+        self._boxes = [
+            draw_box(int(height), int(width))
+            for height, width in shapes[np.arange(max(len(shapes), _DRAWN)) % len(shapes)]
+        ]
+        self._crop: Callable[[UInt8, Box, UInt8], None] = (
+            _crop_nv12 if self._encoding == "yuv420" else _crop_rgb
+        )
+
+    def _new_buffer(self, params: Mapping[str, Any]) -> UInt8:
+        return np.zeros((params["batch_size"], params["crop"], params["crop"], 3), np.uint8)
+
+    def _fill(self, indices: Indices, out: UInt8) -> None:
+        count = len(self._pixels)
+        turns = len(self._boxes) // count
+        for row, index in enumerate(indices.tolist()):
+            picture = self._pixels.item("images", index)
+            if self._encoding in ("jpeg", "original"):
+                picture = decode_jpeg(picture)
+            self._crop(picture, self._boxes[row % turns * count + index], out[row])
+            if row % 2:
+                cv2.flip(out[row], 1, out[row])
+
+
+class Gather(_Ceiling):
+    """Copy whole stored pictures: a loader's work when crops are made elsewhere (a memcpy)."""
+
+    note = "whole stored pictures"
+
+    def _new_buffer(self, params: Mapping[str, Any]) -> UInt8:
+        shape = self._pixels.item("images", 0).shape
+        return np.zeros((params["batch_size"], *shape), np.uint8)
+
+    def _fill(self, indices: Indices, out: UInt8) -> None:
+        for row, index in enumerate(indices.tolist()):
+            out[row] = self._pixels.item("images", index)
+
+
+def _read_part(file: Path, start: int, stop: int, deadline: float) -> int:
+    """Read [start, stop) of a file until the deadline; return the bytes read."""
+    buffer, done = bytearray(_BLOCK), start
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while done < stop and time.perf_counter() < deadline:
+            count = stream.readinto(buffer)
+            if not count:
+                break
+            done += count
+    return done - start
+
+
+def disk_rate(file: Path, *, seconds: float = 3.0, threads: int = 4) -> float | None:
+    """Evict `file` and read it from the disk, each thread its own part; return bytes per second.
+
+    None where the page cache cannot be told to let go. Nothing may have the file mapped.
+    """
+    if not cache.evict([file]):
+        return None
+    size = os.stat(file).st_size
+    ends = [size * part // threads for part in range(threads + 1)]
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        parts = pairwise(ends)
+        jobs = [pool.submit(_read_part, file, a, b, begin + seconds) for a, b in parts]
+        done = sum(job.result() for job in jobs)
+    return done / (time.perf_counter() - begin)

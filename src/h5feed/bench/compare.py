@@ -1,0 +1,86 @@
+"""bench-h5: one or several settings measured, each into a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h5feed.bench import ceilings, machine
+from h5feed.bench.contestants import contestants, entries
+from h5feed.bench.options import CompareOptions
+from h5feed.bench.report import Report
+from h5feed.bench.rounds import Outcome, run
+from h5feed.feed.source import Pixels
+
+__all__ = ["compare", "facts", "settings"]
+
+Tell = Callable[[str], None]
+
+
+def facts(file: Path, options: CompareOptions) -> dict[str, Any]:
+    """Return all that is needed to measure again: machine, versions, options."""
+    versions = machine.versions()
+    if options.where == "cuda":
+        versions["GPU"] = torch.cuda.get_device_name()
+    named = asdict(options)
+    named["images"] = options.images and options.images.name  # no path of this machine
+    return {
+        "machine": machine.machine(file),
+        "versions": versions,
+        "options": named,
+        "schedule": asdict(options.schedule),
+    }
+
+
+def _disk_outcome(file: Path, count: int) -> Iterable[Outcome]:
+    rate = ceilings.disk_rate(file)
+    if rate is not None:
+        per_picture = file.stat().st_size / count
+        note = f"{rate / 1e6:,.0f} MB/s, file evicted, read in order"
+        yield Outcome(name="disk, cold", ceiling=True, rates=(rate / per_picture,), note=note)
+
+
+def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Report:
+    """Measure one setting."""
+    pixels = Pixels([file])
+    taking_part, left_out = entries(contestants(), pixels, options, workers)
+    outcomes = run(taking_part, options.schedule, tell)
+    if options.schedule.cold:
+        outcomes += _disk_outcome(file, len(pixels))
+    known = facts(file, options)
+    return Report(
+        title=f"{len(pixels):,} pictures ({pixels.specs['images'].encoding}), random crop to "
+        f"{options.crop}² and flip, batches of {options.batch_size}, {workers} workers, "
+        f"on {options.where}",
+        outcomes=tuple(outcomes),
+        pictures=len(pixels),
+        batch_size=options.batch_size,
+        machine=machine.describe(known["machine"]),
+        facts=known,
+        left_out=tuple(left_out),
+    )
+
+
+def settings(options: CompareOptions) -> list[tuple[CompareOptions, int]]:
+    """Return (options, workers) of every comparison: one, or with `sweep` many."""
+    cores = machine.cores()
+    if not options.sweep:
+        return [(options, options.workers or min(cores, 8))]
+    counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= cores]
+    sizes = sorted({64, options.batch_size})
+    return [(replace(options, batch_size=size), n) for size in sizes for n in counts]
+
+
+def compare(file: Path, options: CompareOptions, tell: Tell = lambda _: None) -> Sequence[Report]:
+    """Measure `file` and return a report per setting (one, unless `sweep`).
+
+    Raises:
+        UsageError: A wrong option, or a folder that is not the file's source.
+        SubjectError: A loader failed, or did not deliver what it should.
+    """
+    options.check()
+    return [_one(file, given, workers, tell) for given, workers in settings(options)]

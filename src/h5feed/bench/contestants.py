@@ -1,0 +1,168 @@
+"""Who takes part in bench-h5, and what is expected of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from h5feed.bench import subjects
+from h5feed.bench.measure import Expectation
+from h5feed.bench.options import CompareOptions
+from h5feed.bench.rounds import Entry
+from h5feed.errors import UsageError
+from h5feed.feed.source import Pixels
+
+__all__ = ["Contestant", "contestants", "entries"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A subject of ours and when it takes part."""
+
+    name: str
+    factory: str
+    """module:attribute of what makes it."""
+    ceiling: bool = False
+    takes_part: Callable[[Pixels, CompareOptions], str | None] = lambda _pixels, _options: None
+    """Why it cannot be measured, or None."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """What its factory needs beyond what all get."""
+
+    @property
+    def reads_folder(self) -> bool:
+        """Whether it reads the source files and not the packed one."""
+        return self.factory == FOLDER or self.params.get("inner") == FOLDER
+
+
+def _needs_folder(_: Pixels, options: CompareOptions) -> str | None:
+    return None if options.images else "give --images DIR to measure the folder of files as well"
+
+
+def _needs_plain_pixels(pixels: Pixels, _: CompareOptions) -> str | None:
+    spec = pixels.specs["images"]
+    if spec.encoding == "raw" and spec.is_fixed:
+        return None
+    return f"the usual code reads arrays of pixels, and this file stores {spec.encoding}"
+
+
+def _needs_one_size(pixels: Pixels, options: CompareOptions) -> str | None:
+    spec = pixels.specs["images"]
+    if spec.fit == "keep" or spec.encoding == "original":
+        return "a device crops pictures of one size, and this file's have many"
+    if options.quick and options.where == "cpu":
+        return "slow where the device is the CPU: leave out --quick to see it"
+    return None
+
+
+def _needs_dali(_: Pixels, options: CompareOptions) -> str | None:
+    try:
+        installed = find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # not even `nvidia`
+        installed = False
+    if not installed:
+        return 'NVIDIA DALI is not installed: pip install "h5feed[dali]"'
+    return "left out of a quick look" if options.quick else None
+
+
+def _needs_plain_copies(pixels: Pixels, _: CompareOptions) -> str | None:
+    return None if pixels.specs["images"].is_fixed else "pictures have different sizes in bytes"
+
+
+_SUBJECTS = "h5feed.bench.subjects"
+FOLDER = f"{_SUBJECTS}:Folder"
+_CEILINGS = "h5feed.bench.ceilings"
+
+
+def contestants() -> tuple[Contestant, ...]:
+    """Return our subjects and the ceilings, today's way first."""
+    folder = "ImageFolder" if subjects.imagefolder_class() else "folder of files (Pillow)"
+    return (
+        Contestant(f"{folder} + DataLoader", FOLDER, False, _needs_folder),
+        Contestant("h5py, the usual way", f"{_SUBJECTS}:UsualH5py", False, _needs_plain_pixels),
+        Contestant("H5Dataset + stock DataLoader", f"{_SUBJECTS}:SwappedIn"),
+        Contestant("make_dataloader(H5Dataset)", f"{_SUBJECTS}:ReadyMade"),
+        Contestant("H5Loader", f"{_SUBJECTS}:LoaderOnCpu"),
+        Contestant(
+            "H5Loader, crop on device", f"{_SUBJECTS}:LoaderOnDevice", False, _needs_one_size
+        ),
+        Contestant("DaliLoader", f"{_SUBJECTS}:LoaderByDali", False, _needs_dali),
+        Contestant("bare crop loop", f"{_CEILINGS}:Kernel", True),
+        Contestant("memcpy", f"{_CEILINGS}:Gather", True, _needs_plain_copies),
+    )
+
+
+def _expectation(pixels: Pixels, options: CompareOptions, ceiling: bool) -> Expectation:
+    counts = None
+    if pixels.labels.ndim == 1 and "masks" not in pixels.specs:
+        counts = tuple(sorted(np.unique(pixels.labels, return_counts=True)[1].tolist()))
+    return Expectation(
+        pictures=len(pixels),
+        batch_size=options.batch_size,
+        height=options.crop,
+        width=options.crop,
+        label_counts=counts,
+        ceiling=ceiling,
+    )
+
+
+def _check_images(pixels: Pixels, images: Path) -> None:
+    """The folder must be the one that was packed: the same pictures on both sides."""
+    missing = [key for key in pixels.keys() if not (images / key).is_file()]  # noqa: SIM118
+    if missing:
+        raise UsageError(
+            f"images={images} lacks {len(missing)} of the {len(pixels)} pictures of the file "
+            f"(first: {missing[0]}): give the folder it was packed from"
+        )
+
+
+def _measurable(
+    among: Sequence[Contestant], pixels: Pixels, options: CompareOptions
+) -> tuple[list[Contestant], list[str]]:
+    """Those of `among` who can be measured, and why the others cannot."""
+    chosen = [c for c in among if not options.only or any(o in c.name for o in options.only)]
+    if not chosen:
+        names = ", ".join(repr(one.name) for one in among)
+        raise UsageError(f"only={list(options.only)} matches no loader: give a part of {names}")
+    reasons = [(one, one.takes_part(pixels, options)) for one in chosen]
+    left_out = [f"{one.name}: {reason}" for one, reason in reasons if reason is not None]
+    return [one for one, reason in reasons if reason is None], left_out
+
+
+def entries(
+    among: Sequence[Contestant], pixels: Pixels, options: CompareOptions, workers: int
+) -> tuple[list[Entry], list[str]]:
+    """Return the entries of those of `among` who take part, and who does not with the reason.
+
+    Raises:
+        UsageError: `options.images` is another folder, or `options.only` matches nobody.
+    """
+    taking_part, left_out = _measurable(among, pixels, options)
+    folder: tuple[str, ...] = ()
+    if options.images is not None:
+        _check_images(pixels, options.images)
+        folder = tuple(str(options.images / key) for key in pixels.keys())  # noqa: SIM118
+    params = {
+        "file": pixels.paths[0],
+        "images": str(options.images) if options.images else None,
+        "workers": workers,
+        "batch_size": options.batch_size,
+        "crop": options.crop,
+        "device": options.where,
+    }
+    return [
+        Entry(
+            name=one.name,
+            command=(sys.executable, "-m", "h5feed.bench.host", one.factory),
+            params=params | one.params,
+            expected=_expectation(pixels, options, one.ceiling),
+            files=folder if one.reads_folder else (pixels.paths[0],),
+            cold=not one.ceiling,
+        )
+        for one in taking_part
+    ], left_out

@@ -1,0 +1,271 @@
+"""Subjects measured in turn: A B C, A B C, so that a machine that slows down slows all of them.
+
+First every subject is opened and verified, then the timed windows go round, each as long as the
+next. Cold runs come last, one process at a time: the kernel does not drop a page of a file that
+somebody has mapped.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import cache
+from .measure import Expectation
+from .remote import Remote, SubjectError
+
+__all__ = ["Cold", "Entry", "Outcome", "Schedule", "run"]
+
+Tell = Callable[[str], None]
+_PLACES = frozenset({"file", "images", "data"})  # of this machine: of no use to anybody else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A subject to be measured."""
+
+    name: str
+    """What the table calls it."""
+    command: tuple[str, ...]
+    """Starts its host process."""
+    params: dict[str, Any]
+    """Handed to its factory."""
+    expected: Expectation
+    files: tuple[str, ...]
+    """What it reads: brought into the page cache first, evicted before the cold run."""
+    bytes_read: int | None = None
+    """On disk, where `files` hold more than this subject reads."""
+    required: bool = True
+    """Whether its failure ends the run (our own) or is reported in its row (a rival's)."""
+    cold: bool = True
+    """Whether a cold run of it means anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long, and how often."""
+
+    seconds: float = 2.0
+    """Length of a timed window."""
+    repeats: int = 3
+    """Windows per subject."""
+    settle: float = 0.3
+    """Warm-up inside a window before its clock starts."""
+    verify: float = 1.0
+    """Untimed pass: checks, memory, first warm-up."""
+    cold: float = 0.0
+    """Longest cold run; 0 leaves cold runs out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cold:
+    """The first epoch after its files left the page cache."""
+
+    rate: float
+    """Pictures per second from the first batch on."""
+    read_bytes_per_picture: float | None
+    resident_before: float | None
+    """Share of its files still in the page cache when it began: 0 is really cold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one subject."""
+
+    name: str
+    ceiling: bool
+    note: str = ""
+    dtype: str = ""
+    layout: str = ""
+    disk_bytes: int = 0
+    rates: tuple[float, ...] = ()
+    """Pictures per second of each window."""
+    first_batch_seconds: float | None = None
+    """Median, at the start of an epoch, workers running."""
+    startup_seconds: float | None = None
+    """To the very first batch: workers started, code compiled."""
+    cpu_seconds_per_1000: float | None = None
+    private_bytes: int | None = None
+    mapped_bytes: int | None = None
+    warm_read_bytes_per_picture: float | None = None
+    warmup_pictures: int = 0
+    checked_pictures: int = 0
+    distinct: float | None = None
+    idle: bool = True
+    """False: it goes on computing when nobody asks, at the cost of the others."""
+    cold: Cold | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What its own `extra()` told after its last window."""
+    error: str | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Median pictures per second."""
+        return statistics.median(self.rates) if self.rates else None
+
+
+class _Running:
+    """A subject with its process and what has been measured of it so far."""
+
+    def __init__(self, entry: Entry, remote: Remote) -> None:
+        self.entry = entry
+        self.remote = remote
+        self.facts: dict[str, Any] = {}
+        self.check: dict[str, Any] = {}
+        self.windows: list[dict[str, Any]] = []
+        self.extra: dict[str, Any] = {}
+        self.cold: Cold | None = None
+        self.error: str | None = None
+
+    def step(self, work: Callable[..., None], *arguments: object) -> None:
+        """Do `work(*arguments)`, unless the subject has failed; a required one's failure raises."""
+        if self.error is not None:
+            return
+        try:
+            work(*arguments)
+        except SubjectError as ex:
+            if self.entry.required:
+                named = SubjectError(
+                    f"{self.entry.name}: {ex}", dishonest=ex.dishonest, trace=ex.trace
+                )
+                raise named from None
+            self.error = str(ex)
+
+    def open(self) -> None:
+        """Take the answer to the opening that was sent when the process started."""
+        self.facts = self.remote.receive()
+
+    def verify(self, seconds: float) -> None:
+        self.check = self.remote.ask({"do": "verify", "seconds": seconds})
+
+    def measure(self, schedule: Schedule) -> None:
+        request = {"do": "warm", "seconds": schedule.seconds, "settle": schedule.settle}
+        self.windows.append(self.remote.ask(request))
+
+    def tell(self) -> None:
+        self.extra = self.remote.ask({"do": "extra"})
+
+    def outcome(self) -> Outcome:
+        """Return what was measured."""
+        total = {
+            key: sum(window[key] or 0 for window in self.windows)
+            for key in ("pictures", "cpu_seconds", "read_bytes", "warmup_pictures")
+        }
+        pictures = total["pictures"]
+        firsts = [window["first_batch_seconds"] for window in self.windows]
+        return Outcome(
+            name=self.entry.name,
+            ceiling=self.entry.expected.ceiling,
+            note=self.facts.get("note", ""),
+            dtype=self.facts.get("dtype", ""),
+            layout=self.facts.get("layout", ""),
+            disk_bytes=self.entry.bytes_read or self.facts.get("bytes", 0),
+            rates=tuple(window["pictures"] / window["seconds"] for window in self.windows),
+            first_batch_seconds=statistics.median(firsts) if firsts else None,
+            startup_seconds=self.check.get("startup_seconds"),
+            cpu_seconds_per_1000=1000 * total["cpu_seconds"] / pictures if pictures else None,
+            private_bytes=self.check.get("private_bytes"),
+            mapped_bytes=self.check.get("mapped_bytes"),
+            warm_read_bytes_per_picture=total["read_bytes"] / pictures if pictures else None,
+            warmup_pictures=total["warmup_pictures"],
+            checked_pictures=self.check.get("pictures", 0),
+            distinct=self.check.get("distinct"),
+            idle=all(window["idle"] for window in self.windows),
+            cold=self.cold,
+            params={k: v for k, v in self.entry.params.items() if k not in _PLACES},
+            extra=self.extra,
+            error=self.error,
+        )
+
+
+def _open_request(entry: Entry) -> dict[str, Any]:
+    return {"do": "open", "params": entry.params, "expected": asdict(entry.expected)}
+
+
+def _start(entry: Entry) -> _Running:
+    running = _Running(entry, Remote(entry.command))
+    running.remote.send(_open_request(entry))
+    return running
+
+
+def _warm_cache(entries: Iterable[Entry]) -> None:
+    """Read every file once, so that no subject pays for another one's cold start."""
+    for file in {*cache.files_below(name for entry in entries for name in entry.files)}:
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
+
+
+def _cold(running: _Running, remote: Remote, seconds: float) -> None:
+    """Run the subject anew after its files were evicted; nobody else has them open by now."""
+    entry, files = running.entry, cache.files_below(map(Path, running.entry.files))
+    if not cache.evict(files):
+        return
+    resident = cache.resident_share(files)
+    remote.ask(_open_request(entry))
+    window = remote.ask({"do": "cold", "seconds": seconds})
+    remote.close()
+    if not window["pictures"]:
+        return  # the epoch is one batch long
+    read = window["read_bytes"]
+    running.cold = Cold(
+        rate=window["pictures"] / window["seconds"],
+        read_bytes_per_picture=(
+            None if read is None else read / (window["pictures"] + window["warmup_pictures"])
+        ),
+        resident_before=resident,
+    )
+
+
+def _quit(running: Sequence[_Running]) -> None:
+    for one in running:
+        one.remote.send({"do": "quit"})
+
+
+def _warm(running: Sequence[_Running], schedule: Schedule, tell: Tell) -> None:
+    """Open and verify all, then let the windows go round."""
+    for one in running:
+        one.step(one.open)
+    for one in running:
+        tell(f"checking {one.entry.name}")
+        one.step(one.verify, schedule.verify)
+    for turn in range(schedule.repeats):
+        for one in running:
+            tell(f"round {turn + 1} of {schedule.repeats}: {one.entry.name}")
+            one.step(one.measure, schedule)
+    for one in running:
+        one.step(one.tell)
+
+
+def _cold_all(running: Sequence[_Running], seconds: float, tell: Tell) -> None:
+    """Cold runs, in fresh processes that are started together and open their files in turn."""
+    with ExitStack() as stack:
+        fresh = [stack.enter_context(Remote(one.entry.command)) for one in running]
+        for one, remote in zip(running, fresh, strict=True):
+            tell(f"cold: {one.entry.name}")
+            one.step(_cold, one, remote, seconds)
+
+
+def run(entries: Sequence[Entry], schedule: Schedule, tell: Tell = lambda _: None) -> list[Outcome]:
+    """Measure `entries` in turn and return their outcomes in the same order.
+
+    Raises:
+        SubjectError: A required subject failed or was dishonest.
+    """
+    _warm_cache(entries)
+    tell(f"starting {len(entries)} loaders")
+    running: list[_Running] = []
+    with ExitStack() as stack:
+        for entry in entries:
+            running.append(_start(entry))
+            stack.callback(running[-1].remote.close)
+        stack.callback(_quit, running)  # called first: they end at the same time
+        _warm(running, schedule, tell)
+    if schedule.cold:
+        _cold_all([one for one in running if one.entry.cold], schedule.cold, tell)
+    return [one.outcome() for one in running]

@@ -1,0 +1,228 @@
+"""Who is compared by bench-h5: ways to feed PyTorch with the same pictures, same augmentation.
+
+Every subject takes the same parameters: `file` (the packed file), `images` (the folder it was
+packed from, or None), `workers`, `batch_size`, `crop`, `device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from h5feed import H5Dataset, augment, make_dataloader
+from h5feed.bench.crops import PillowCrop, TensorCrop
+from h5feed.feed.loader import H5Loader
+from h5feed.feed.setup import AugmentOn
+from h5feed.feed.source import Pixels
+
+__all__ = [
+    "Folder",
+    "LoaderByDali",
+    "LoaderOnCpu",
+    "LoaderOnDevice",
+    "ReadyMade",
+    "SwappedIn",
+    "UsualH5py",
+    "imagefolder_class",
+]
+
+Params = Mapping[str, Any]
+
+
+class _Subject:
+    """Batches of a loader, brought to the device."""
+
+    dtype = "uint8"
+    layout = "NCHW"
+    note = ""
+
+    def __init__(self, loader: Any, params: Params, *, files: list[str]) -> None:
+        self.loader = loader
+        self.files = files
+        self._device = torch.device(params["device"])
+
+    def epoch(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (images, labels) of one epoch."""
+        for images, labels in self.loader:
+            yield self._there(images), self._there(labels)
+
+    def _there(self, batch: Tensor) -> Tensor:
+        return batch.to(self._device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Let workers and threads go."""
+        self.loader = None
+
+
+def _stock_loader(dataset: Dataset[Any], params: Params) -> DataLoader[Any]:
+    """A DataLoader as people set it up: workers kept, pinned for a GPU, nothing else."""
+    return DataLoader(
+        dataset,
+        batch_size=params["batch_size"],
+        shuffle=True,
+        num_workers=params["workers"],
+        persistent_workers=params["workers"] > 0,
+        pin_memory=params["device"] != "cpu",
+    )
+
+
+def imagefolder_class() -> Any:
+    """Return torchvision's ImageFolder, or None where torchvision cannot be imported."""
+    try:
+        from torchvision.datasets import ImageFolder
+    except (ImportError, RuntimeError):  # RuntimeError: built for another torch
+        return None
+    return ImageFolder
+
+
+class _PillowFolder(Dataset[tuple[Tensor, int]]):
+    """ImageFolder's work without torchvision: open, decode, transform."""
+
+    def __init__(self, samples: list[tuple[str, Any]], transform: PillowCrop) -> None:
+        self.samples = samples
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        path, target = self.samples[index]
+        with Image.open(path) as image:
+            return self.transform(image.convert("RGB")), target
+
+
+class Folder(_Subject):
+    """The source folder: torchvision's ImageFolder, or the like of it, in a stock DataLoader."""
+
+    def __init__(self, params: Params) -> None:
+        packed = Pixels([params["file"]])
+        paths = [str(Path(params["images"]) / key) for key in packed.keys()]  # noqa: SIM118 - no dict
+        crop = PillowCrop(params["crop"])
+        kind = imagefolder_class() if len(packed.classes) else None
+        dataset: Dataset[Any]
+        if kind is None:
+            dataset = _PillowFolder(list(zip(paths, packed.labels, strict=True)), crop)
+        else:
+            dataset = kind(params["images"], crop, is_valid_file=set(paths).__contains__)
+        super().__init__(_stock_loader(dataset, params), params, files=paths)
+
+
+class _UsualDataset(Dataset[tuple[Tensor, int]]):
+    """The HDF5 dataset of the tutorials: file opened in each worker, indexed, made float."""
+
+    def __init__(self, path: str, transform: TensorCrop) -> None:
+        self.path = path
+        self.transform = transform
+        self.file: h5py.File | None = None
+        with h5py.File(path) as file:
+            self.length = len(file["labels"])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        if self.file is None:
+            self.file = h5py.File(self.path)
+        pixels = self.file["images"][index].astype(np.float32) / 255
+        image = torch.from_numpy(pixels.transpose(2, 0, 1))
+        return self.transform(image), self.file["labels"][index]
+
+
+class UsualH5py(_Subject):
+    """h5py the usual way, for store=raw."""
+
+    dtype = "float32"
+    note = "float32 in 0…1, as in the tutorials"
+
+    def __init__(self, params: Params) -> None:
+        dataset = _UsualDataset(params["file"], TensorCrop(params["crop"]))
+        super().__init__(_stock_loader(dataset, params), params, files=[params["file"]])
+
+
+class SwappedIn(_Subject):
+    """H5Dataset in ImageFolder's place, the rest of the script as it was."""
+
+    def __init__(self, params: Params) -> None:
+        dataset = H5Dataset(params["file"], transform=TensorCrop(params["crop"]))
+        super().__init__(_stock_loader(dataset, params), params, files=[params["file"]])
+
+
+class ReadyMade(_Subject):
+    """make_dataloader around the same dataset."""
+
+    def __init__(self, params: Params) -> None:
+        dataset = H5Dataset(params["file"], transform=TensorCrop(params["crop"]))
+        loader = make_dataloader(dataset, params["batch_size"], workers=params["workers"])
+        super().__init__(loader, params, files=[params["file"]])
+
+
+def _ops(params: Params) -> tuple[augment.Op, ...]:
+    return augment.RandomResizedCrop(params["crop"]), augment.RandomHorizontalFlip()
+
+
+class _FastLoader(_Subject):
+    """H5Loader with h5feed's own ops."""
+
+    augment_on: AugmentOn = "cpu"
+
+    def __init__(self, params: Params) -> None:
+        loader = H5Loader(
+            H5Dataset(params["file"]),
+            params["batch_size"],
+            augment=_ops(params),
+            device=params["device"],
+            augment_on=self.augment_on,
+            threads=params["workers"] or 1,
+        )
+        super().__init__(loader, params, files=[params["file"]])
+
+    def epoch(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (images, labels) of the next epoch: every pass is another one."""
+        yield from self.loader
+
+    def close(self) -> None:
+        """End the loader's threads."""
+        self.loader.close()
+
+
+class LoaderOnCpu(_FastLoader):
+    """H5Loader, crops made by CPU threads."""
+
+
+class LoaderOnDevice(_FastLoader):
+    """H5Loader, whole pictures gathered and cropped on the device."""
+
+    augment_on = "device"
+
+
+class LoaderByDali(_Subject):
+    """The batches of H5Loader, made by NVIDIA DALI."""
+
+    def __init__(self, params: Params) -> None:
+        from h5feed.interop.dali import DaliLoader
+
+        loader = DaliLoader(
+            H5Dataset(params["file"]),
+            params["batch_size"],
+            augment=_ops(params),
+            device=params["device"],
+            threads=params["workers"],
+        )
+        super().__init__(loader, params, files=[params["file"]])
+
+    def close(self) -> None:
+        """End the loader's threads."""
+        self.loader.close()

@@ -1,0 +1,57 @@
+"""train-h5 ablate: what each trick is worth, here."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from h5feed.bench.ablate import AblateOptions, ablate
+from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, save_plot
+from h5feed.bench.remote import SubjectError
+from h5feed.cli._common import run_command
+from h5feed.cli._teller import Teller
+from h5feed.errors import H5FeedError
+from h5feed.train import TrainConfig
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Train with every known speed-up off, then with one more each, then with one less each.
+
+    Options of train-h5 that are themselves tricks (loader, precision, compile, ...) are overruled.
+    """
+
+    run: TrainConfig
+    ablate: AblateOptions = field(default_factory=AblateOptions)
+    draw: Path | None = None
+    """Write the result as a picture (PNG, SVG or PDF)."""
+    markdown: bool = False
+    """Print a Markdown table."""
+    json: bool = False
+    """Print everything as JSON."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run train-h5 ablate; return its exit status."""
+    return run_command(_Command, _ablate, prog="train-h5 ablate", args=args, flag_pairs=True)
+
+
+def _ablate(command: _Command) -> None:
+    with Teller() as tell:
+        try:
+            ablation = ablate(command.run, command.ablate, tell)
+        except SubjectError as ex:
+            raise H5FeedError(f"{ex}\n{ex.trace}".strip()) from None
+    if command.draw is not None:
+        save_plot(ablation, command.draw)
+    if command.json:
+        print(json.dumps(as_dict(ablation), ensure_ascii=False, indent=1))
+    else:
+        print((as_markdown if command.markdown else as_text)(ablation))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""bench-h5: what packing gained, on this machine, against what else could be used."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from h5feed.bench.compare import compare
+from h5feed.bench.options import CompareOptions
+from h5feed.bench.plot import save_plot
+from h5feed.bench.remote import SubjectError
+from h5feed.bench.report import Report, as_dict, as_markdown, as_text
+from h5feed.bench.training import TrainOptions, train
+from h5feed.cli._common import run_command
+from h5feed.cli._teller import Teller
+from h5feed.errors import H5FeedError
+
+__all__ = ["main"]
+
+_File = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Measure loaders side by side on one packed file.
+
+    bench-h5 train FILE measures training with each of them.
+    """
+
+    file: _File
+    """The packed file."""
+    compare: CompareOptions = field(default_factory=CompareOptions)
+    plot: Path | None = None
+    """Write the result as a picture (PNG, SVG or PDF)."""
+    markdown: bool = False
+    """Print a Markdown table."""
+    json: bool = False
+    """Print everything as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainCommand(_Command):
+    """Train a model with each loader, and with data that costs nothing."""
+
+    train: TrainOptions = field(default_factory=TrainOptions)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run bench-h5; return its exit status."""
+    args = sys.argv[1:] if args is None else args
+    if args and args[0] == "train":
+        return run_command(_TrainCommand, _bench, prog="bench-h5 train", args=args[1:])
+    return run_command(_Command, _bench, prog="bench-h5", args=args)
+
+
+def _bench(command: _Command) -> None:
+    with Teller() as tell:
+        try:
+            reports = _measured(command, tell)
+        except SubjectError as ex:
+            raise H5FeedError(f"{ex}\n{ex.trace}".strip()) from None
+    print(_printed(reports, command))
+    if command.plot is not None:
+        for number, report in enumerate(reports):
+            save_plot(report, _numbered(command.plot, number, len(reports)))
+
+
+def _measured(command: _Command, tell: Callable[[str], None]) -> Sequence[Report]:
+    if isinstance(command, _TrainCommand):
+        return [train(command.file, command.compare, command.train, tell)]
+    return compare(command.file, command.compare, tell)
+
+
+def _printed(reports: Sequence[Report], command: _Command) -> str:
+    if command.json:
+        values = [as_dict(report) for report in reports]
+        return json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False, indent=1)
+    form = as_markdown if command.markdown else as_text
+    return "\n\n".join(form(report) for report in reports)
+
+
+def _numbered(path: Path, number: int, count: int) -> Path:
+    """Name a picture per setting of a sweep: out-1.png, out-2.png and so on."""
+    return path if count == 1 else path.with_stem(f"{path.stem}-{number + 1}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

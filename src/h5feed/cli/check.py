@@ -1,0 +1,64 @@
+"""check-h5: is every bit of a packed file what was written."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+from h5feed.cli._common import DONE, FAILED, run_command
+from h5feed.printable import printable
+from h5feed.progress import Progress
+from h5feed.store import CheckReport, check_file
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Check every structure and checksum of a packed file; exit status 1 when it is damaged."""
+
+    file: tyro.conf.Positional[Path]
+    """The file to check."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run check-h5; return its exit status."""
+    return run_command(_Command, _check, prog="check-h5", args=args)
+
+
+def _check(command: _Command) -> int:
+    bar: Progress | None = None
+    with ExitStack() as stack:
+
+        def show(done: int, total: int) -> None:
+            nonlocal bar
+            bar = bar or stack.enter_context(Progress(total, "checking"))
+            bar.advance(done - bar.done)
+
+        report = check_file(command.file, progress=show)
+    print(_as_json(report) if command.json else _as_text(report))
+    return DONE if report.is_sound else FAILED
+
+
+def _as_json(report: CheckReport) -> str:
+    return json.dumps(asdict(report) | {"sound": report.is_sound}, ensure_ascii=False)
+
+
+def _as_text(report: CheckReport) -> str:
+    if report.error is not None:
+        return f"refused: {report.error}"
+    size = f"{report.items:,} items, {report.payload_bytes / 1e6:,.1f} MB"
+    if report.is_sound:
+        return f"{report.path}: sound ({size})"
+    lines = [f"item {item.index}: {printable(item.key)}" for item in report.damaged]
+    return "\n".join([f"{report.path}: {len(lines)} damaged of {size}", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""train-h5 find-batch: which batch sizes fit, and which is fastest."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from h5feed.cli._common import run_command
+from h5feed.train import TrainConfig
+from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, find_batch
+from h5feed.train.finder_plots import draw_batch_sizes
+from h5feed.train.step import Batch
+from h5feed.train.synthetic import random_batch
+from h5feed.train.trial import Trial, open_trial
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Try batch sizes until memory is full, and time each. Nothing is kept of it."""
+
+    run: TrainConfig
+    test: BatchRange = field(default_factory=BatchRange)
+    draw: Path | None = None
+    """Draw speed and memory over the size (PNG, SVG or PDF)."""
+    json: bool = False
+    """Print all sizes as JSON."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run train-h5 find-batch; return its exit status."""
+    return run_command(_Command, _find, prog="train-h5 find-batch", args=args, flag_pairs=True)
+
+
+def _find(command: _Command) -> None:
+    whole = replace(command.run, speed=replace(command.run.speed, accumulate=1))
+    with open_trial(whole) as trial:
+        sizes = find_batch(trial.step, partial(_batch, trial), trial.world, command.test, _tell)
+    if command.draw is not None:
+        draw_batch_sizes(sizes, command.draw)
+    print(json.dumps(_as_dict(sizes)) if command.json else _in_words(sizes, command.run))
+
+
+def _batch(trial: Trial, count: int) -> Batch:
+    data, seed = trial.data, trial.config.seed
+    return random_batch(data.task, data.num_outputs, count, data.size, seed, trial.world.device)
+
+
+def _tell(trial: BatchTrial) -> None:
+    said = "does not fit"
+    if trial.fits:
+        memory = f", {trial.memory_bytes / 1e9:.2f} GB" if trial.memory_bytes else ""
+        said = f"{trial.images_per_second:,.0f} images/s{memory}"
+    print(f"batch of {trial.batch_size}: {said}", file=sys.stderr, flush=True)
+
+
+def _as_dict(sizes: BatchSizes) -> dict[str, object]:
+    return {
+        "largest": sizes.largest.batch_size,
+        "fastest": sizes.fastest.batch_size,
+        "full": sizes.full,
+        "trials": [asdict(trial) for trial in sizes.trials],
+    }
+
+
+def _in_words(sizes: BatchSizes, config: TrainConfig) -> str:
+    largest, best = sizes.largest, sizes.fastest
+    limit = "the largest that fits" if sizes.full else "the largest tried, and it fits"
+    rule = "linear" if config.optim.optimizer == "sgd" else "sqrt"
+    return (
+        f"--batch-size {best.batch_size} is fastest ({best.images_per_second:,.0f} images/s); "
+        f"{largest.batch_size} is {limit}. --lr {config.optim.lr:g} was meant for batches of "
+        f"{config.batch_size}? Then add --lr-scaling {rule} --lr-batch {config.batch_size}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""train-h5 find-lr: which learning rate to begin with."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from h5feed.cli._common import run_command
+from h5feed.progress import Progress
+from h5feed.train import TrainConfig
+from h5feed.train.find_lr import LrCurve, LrRange, find_lr
+from h5feed.train.finder_plots import draw_lr_curve
+from h5feed.train.trial import open_trial
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Train for a moment at rising learning rates, and suggest one. Nothing is kept of it."""
+
+    run: TrainConfig
+    test: LrRange = field(default_factory=LrRange)
+    draw: Path | None = None
+    """Draw the loss over the rate (PNG, SVG or PDF)."""
+    json: bool = False
+    """Print the curve as JSON."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run train-h5 find-lr; return its exit status."""
+    return run_command(_Command, _find, prog="train-h5 find-lr", args=args, flag_pairs=True)
+
+
+def _find(command: _Command) -> None:
+    steps = command.test.steps
+    with open_trial(command.run) as trial, Progress(steps, "find-lr", unit="step") as progress:
+
+        def tell(rate: float, loss: float) -> None:
+            progress.advance(1)
+            progress.note(f"rate {rate:.1e}, loss {loss:.3f}")
+
+        loader = trial.data.train_loader(trial.data.size)
+        curve = find_lr(trial.step, loader, trial.world, command.test, tell)
+    if command.draw is not None:
+        draw_lr_curve(curve, command.draw)
+    print(json.dumps(asdict(curve)) if command.json else _in_words(curve))
+
+
+def _in_words(curve: LrCurve) -> str:
+    tried = f"{len(curve.rates)} rates from {curve.rates[0]:.1e} to {curve.rates[-1]:.1e}"
+    if curve.suggestion is None:
+        return f"no suggestion: the loss never fell over {tried}; try --lowest and --highest"
+    ended = ", where the loss exploded" if curve.exploded else ""
+    return (
+        f"try --lr {curve.suggestion:.1e}: there the loss falls fastest; it is lowest at "
+        f"{curve.lowest:.1e}, which is too high ({tried}{ended})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

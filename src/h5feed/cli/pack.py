@@ -1,0 +1,44 @@
+"""pack-h5: a folder of pictures into one HDF5 file."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from h5feed.cli._common import run_command
+from h5feed.packing import PackOptions, pack_with
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Pack a folder of pictures into one HDF5 file.
+
+    Subfolders of SRC are classes (SRC/cat/1.jpg); a folder of pictures alone has none.
+    """
+
+    src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
+    """Folder of pictures."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.h5")]
+    """File to make."""
+    packing: PackOptions = field(default_factory=PackOptions)
+    json: bool = False
+    """Print the summary as one JSON object."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run pack-h5; return its exit status."""
+    return run_command(_Command, _pack, prog="pack-h5", args=args)
+
+
+def _pack(command: _Command) -> None:
+    summary = pack_with(command.src, command.out, command.packing, progress=True)
+    print(summary.to_json() if command.json else summary)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""show-h5: what a packed file holds, in words and as a contact sheet."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from h5feed.cli._common import run_command
+from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
+from h5feed.feed.sheet import contact_sheet
+from h5feed.printable import printable
+from h5feed.progress import Progress
+
+__all__ = ["main"]
+
+_BAR = 40  # characters of the longest bar of the histogram
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Show what a packed file holds."""
+
+    file: tyro.conf.Positional[Path]
+    """The file to show."""
+    sheet: Path | None = None
+    """Write a contact sheet (PNG) with class names, true proportions restored."""
+    pictures: int = 48
+    """Pictures on the contact sheet, evenly from all classes."""
+    stats: bool = False
+    """Also compute mean and standard deviation of each channel (reads all pictures)."""
+    classes: int = 20
+    """Classes in the printed histogram; the JSON output has all."""
+    json: bool = False
+    """Print everything as one JSON object."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run show-h5; return its exit status."""
+    return run_command(_Command, _show, prog="show-h5", args=args)
+
+
+def _show(command: _Command) -> None:
+    facts = file_facts(command.file)
+    if command.stats:
+        facts["channel_stats"] = asdict(_stats(command.file))
+    if command.sheet is not None:
+        contact_sheet(command.file, pictures=command.pictures).save(command.sheet)
+        facts["sheet"] = str(command.sheet)
+    text = json.dumps(facts, ensure_ascii=False) if command.json else _as_text(facts, command)
+    print(text)
+
+
+def _stats(path: Path) -> ChannelStats:
+    ds = H5Dataset(path, output="numpy")
+    with Progress(len(ds), "statistics") as progress:
+        return channel_stats(ds, progress=progress.advance)
+
+
+def _as_text(facts: dict[str, Any], command: _Command) -> str:
+    lines = [
+        facts["path"],
+        f"  {facts['items']:,} items, {facts['classes']:,} classes, "
+        f"{facts['file_bytes'] / 1e6:,.1f} MB on disk",
+    ]
+    for name, field in facts["fields"].items():
+        lines.append(f"  /{name}: {_field_text(field)}, {field['bytes'] / 1e6:,.1f} MB")
+    height, width = facts["source_height"], facts["source_width"]
+    lines += [
+        f"  sources: height {_spread(height)}, width {_spread(width)} (min, median, max)",
+        f"  fingerprint: {facts['fingerprint'][:16]}…",
+        "  packed with: " + json.dumps(facts["provenance"].get("options", {}), ensure_ascii=False),
+    ]
+    skipped = facts["provenance"].get("skipped", [])
+    if skipped:
+        lines.append(f"  skipped when packed: {len(skipped)} (--json lists them)")
+    if command.stats:
+        stats = facts["channel_stats"]
+        lines.append(f"  mean {_channels(stats['mean'])}, std {_channels(stats['std'])} (0 to 1)")
+    return "\n".join(lines + _histogram(facts["class_counts"], command.classes))
+
+
+def _field_text(field: dict[str, Any]) -> str:
+    size = f"{field['height']}x{field['width']}" if field["height"] else "own sizes"
+    return (
+        f"store={field['encoding']}, {size}, fit={field['fit']}, "
+        f"{field['interpolation']}, {field['color_space']}"
+    )
+
+
+def _spread(values: dict[str, int]) -> str:
+    return " / ".join(str(values[key]) for key in ("min", "median", "max"))
+
+
+def _channels(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4f}" for value in values)
+
+
+def _histogram(counts: dict[str, int], most: int) -> list[str]:
+    """Bars of items by class, the first `most` classes of the file."""
+    shown = [(printable(name), count) for name, count in list(counts.items())[:most]]
+    longest = max(len(name) for name, _ in shown)
+    unit = max(counts.values()) / _BAR
+    lines = [
+        f"  {name:<{longest}}  {count:>9,}  {'█' * round(count / unit)}" for name, count in shown
+    ]
+    more = len(counts) - len(shown)
+    return lines + ([f"  … and {more:,} more classes (--classes N shows more)"] if more else [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

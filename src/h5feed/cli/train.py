@@ -1,0 +1,88 @@
+"""train-h5: train on a packed file, every known speed-up a switch."""
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from h5feed.cli._common import run_command
+from h5feed.train import Summary, TrainConfig, read_config, train
+from h5feed.train.distributed import is_main_process
+from h5feed.train.log import LAST
+
+__all__ = ["main"]
+
+_TOOLS = {"ablate": "ablate", "find-lr": "find_lr", "find-batch": "find_batch"}
+"""First words that name another command, and the module of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """Train on a packed file, every known speed-up a switch.
+
+    Several GPUs: --gpus N, or torchrun --nproc-per-node N -m h5feed.cli.train TRAIN.h5 ...
+    Before the first run: train-h5 find-lr and train-h5 find-batch; what each speed-up is worth:
+    train-h5 ablate.
+    """
+
+    run: TrainConfig
+    config: Path | None = None
+    """Take the options from a run's config.json; what is given beside it counts more."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run train-h5; return its exit status."""
+    given = sys.argv[1:] if args is None else list(args)
+    if given and given[0] in _TOOLS:
+        tool = importlib.import_module(f"h5feed.cli.{_TOOLS[given[0]]}")
+        return tool.main(given[1:])  # type: ignore[no-any-return]
+    path = _config_path(given)
+    return run_command(
+        _Command,
+        _train,
+        prog="train-h5",
+        args=given,
+        default=None if path is None else lambda: _Command(run=read_config(path), config=path),
+        flag_pairs=True,
+    )
+
+
+def _config_path(args: Sequence[str]) -> Path | None:
+    """Find --config before the other options are read: they change what it holds."""
+    for number, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name == "--config":
+            rest = [value] if equals else list(args[number + 1 : number + 2])
+            return Path(rest[0]) if rest else None
+    return None
+
+
+def _train(command: _Command) -> None:
+    out = command.run.out
+    try:
+        summary = train(command.run)
+    except KeyboardInterrupt as ex:
+        if not (out / LAST).exists():
+            raise
+        resume = f"train-h5 --config {out / 'config.json'} --resume"
+        raise KeyboardInterrupt(f"interrupted; go on with {resume}") from ex
+    if is_main_process():
+        print(json.dumps(asdict(summary), default=str) if command.json else _in_words(summary))
+
+
+def _in_words(summary: Summary) -> str:
+    words = [f"{summary.out}: {summary.steps:,} steps, {summary.seconds:.1f} s"]
+    if summary.train:
+        words.append(f"train loss {summary.train['loss']:.4f}")
+    if summary.val:
+        score = f"val {summary.metric} {summary.val[summary.metric]:.4f}"
+        words.append(f"val loss {summary.val['loss']:.4f}, {score} (best {summary.best:.4f})")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The batches of a pass as they are needed, announced to the kernel before they are read."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5feed.feed.schedule import Samples, Schedule
+from h5feed.feed.source import Pixels
+
+__all__ = ["Ahead"]
+
+_AT_ONCE = 2048  # samples: numpy's cost per call is then a small part
+_LOOKED_UP = 8  # items of those: each is a system call, and costs its thread the GIL
+_UNDER_WAY = 4096  # items: reads enough for any disk, also where they are small
+_STAY_AWAKE = 16  # times that many samples announced, after one of those was not in memory
+
+Indices = NDArray[np.int64]
+
+
+class Ahead:
+    """The batches of one pass: decided several at once, announced to the kernel a little before.
+
+    Announcing costs 4 µs an image even where everything is in memory, so a few items are looked
+    up every time that batches are decided on, and announced while some of late were missing.
+
+    Args:
+        pixels: where the items lie.
+        schedule: which items make a batch.
+        lookahead: bytes to announce ahead of the batch being planned; 0 announces nothing.
+
+    """
+
+    def __init__(self, pixels: Pixels, schedule: Schedule, *, lookahead: int) -> None:
+        self.steps = schedule.steps
+        self._pixels = pixels
+        self._schedule = schedule
+        self._lock = threading.Lock()
+        self._decided: dict[int, Samples] = {}
+        self._next_decided = 0
+        self._next_announced = 0
+        self._depth = self._steps_in(lookahead) if lookahead and len(self.steps) else 0
+        self._awake = 0
+
+    def samples(self, step: int) -> Samples:
+        """Return the samples of a step, once, after announcing those that follow it."""
+        with self._lock:
+            until = min(step + self._depth, len(self.steps) - 1)
+            while self._next_decided <= until:
+                self._decide()
+            announced = 0
+            while self._depth and self._next_announced <= until:
+                announced += self._announce(self._decided[self._next_announced].indices)
+                self._next_announced += 1
+            return self._decided.pop(step)._replace(announced=announced)
+
+    def _decide(self) -> None:
+        """Decide on the next steps, as many as make some thousand samples."""
+        first = self._next_decided
+        count = 1 if self._schedule.alone else max(1, _AT_ONCE // self.steps.batch_size)
+        last = min(first + count, len(self.steps))
+        made = self._schedule.samples(first, last)
+        self._decided.update(enumerate(made, first))
+        self._next_decided = last
+        if self._depth:
+            self._awake -= 1
+            if not self._in_memory(np.concatenate([samples.indices for samples in made])):
+                self._awake = _STAY_AWAKE
+
+    def _in_memory(self, indices: Indices) -> bool:
+        return self._pixels.in_memory(indices[:: max(1, len(indices) // _LOOKED_UP)])
+
+    def _announce(self, indices: Indices) -> int:
+        return self._pixels.announce(indices) if self._awake > 0 else 0
+
+    def _steps_in(self, lookahead: int) -> int:
+        """Return how many steps make `lookahead` bytes, going by the first one, or enough items."""
+        first = self._schedule.order(self.steps.positions(0))
+        by_bytes = -(-lookahead // max(1, int(self._pixels.item_bytes(first).sum())))
+        return min(by_bytes, -(-_UNDER_WAY // len(first)))

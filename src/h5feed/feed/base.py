@@ -1,0 +1,144 @@
+"""What every loader over packed files shares: which batches come, and where it stands."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.utils.data import Sampler
+
+from h5feed.errors import UsageError
+from h5feed.feed.arrange import Arrangement, Shuffle
+from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.order import Order
+from h5feed.feed.run import Cursor
+from h5feed.feed.setup import block_length, choose_ranks
+from h5feed.feed.state import State, read_state
+from h5feed.feed.steps import Steps, Tail
+
+__all__ = ["PackedLoader"]
+
+Loader = TypeVar("Loader", bound="PackedLoader")
+
+
+class PackedLoader(ABC):
+    """Base: order, ranks, epochs and state. Subclasses make the batches of a pass.
+
+    Args are those of H5Loader.
+    """
+
+    def __init__(
+        self,
+        ds: H5Dataset,
+        batch_size: int,
+        *,
+        shuffle: Shuffle | None,
+        drop_last: bool,
+        tail: Tail,
+        seed: int,
+        rank: int | None,
+        world_size: int | None,
+        sampler: Sampler[int] | None,
+        indices: Sequence[int] | None,
+        block: int | None,
+        window: int,
+    ) -> None:
+        self.dataset = ds
+        self.batch_size = batch_size
+        self.seed = seed
+        self.drop_last = drop_last
+        self._tail: Tail = tail
+        self.rank, self.world_size = choose_ranks(rank, world_size)
+        self._arrangement = Arrangement(
+            len(ds),
+            shuffle=shuffle,
+            sampler=sampler,
+            indices=indices,
+            block=block_length(ds.pixels) if block is None else block,
+            window=window,
+        )
+        self._cursor = Cursor(epoch=0)
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch, on every rank the same."""
+        return len(self._steps(0))
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass; it makes batches ahead as soon as it exists."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what makes the batches."""
+
+    def __enter__(self: Loader) -> Loader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`, from where a loaded state left it, or whole."""
+        if epoch != self._cursor.epoch or self._cursor.begun:
+            self._cursor = Cursor(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest pass stands: what it delivered, not what it made ahead."""
+        return asdict(
+            State(
+                fingerprint=self.dataset.pixels.fingerprint,
+                order=self._arrangement.kind,
+                listed=self._cursor.listed,
+                seed=self.seed,
+                epoch=self._cursor.epoch,
+                consumed=self._cursor.consumed,
+            )
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next pass deliver exactly what was left, at any batch and world size.
+
+        Takes the state's seed. Raises UsageError for a state of other data or of another order.
+        """
+        found = read_state(
+            state, fingerprint=self.dataset.pixels.fingerprint, order=self._arrangement.kind
+        )
+        self.seed = found.seed
+        self._cursor = Cursor(found.epoch, found.consumed, found.listed)
+
+    def _begin(self) -> tuple[Cursor, Order, Steps]:
+        """Go to where the next pass begins; return that, with its order and what is left of it."""
+        cursor = replace(self._cursor)
+        if cursor.begun:
+            cursor = Cursor(cursor.epoch + 1)
+        order = self._arrangement.order(self.seed, cursor.epoch)
+        self._check_listed(cursor, self._arrangement.listed(order))
+        self._cursor = cursor
+        return cursor, order, self._steps(cursor.consumed)
+
+    def _steps(self, start: int) -> Steps:
+        return Steps(
+            samples=len(self._arrangement),
+            batch_size=self.batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            drop_last=self.drop_last,
+            tail=self._tail,
+            start=start,
+        )
+
+    def _check_listed(self, cursor: Cursor, listed: int) -> None:
+        if cursor.listed and cursor.listed != listed:
+            raise UsageError(
+                "sampler gave another order than in the pass that is to be gone on with; put its "
+                "generator into the state it had then, or leave its generator out"
+            )
+        cursor.listed = listed

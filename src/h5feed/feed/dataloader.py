@@ -1,0 +1,144 @@
+"""`make_dataloader`: a stock torch DataLoader set up right, for arbitrary Python transforms."""
+
+import operator
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sized
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import cv2
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from h5feed.cores import available_cores
+from h5feed.errors import UsageError
+from h5feed.feed.collate import collate
+from h5feed.feed.dataset import H5Dataset
+
+__all__ = ["auto_workers", "make_dataloader"]
+
+WorkerInit = Callable[[int], None]
+
+
+def make_dataloader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    workers: int | Literal["auto"] = "auto",
+    drop_last: bool = False,
+    seed: int = 0,
+    sampler: Sampler[int] | Iterable[int] | None = None,
+    pin_memory: bool | Literal["auto"] = "auto",
+    prefetch: int = 2,
+    collate_fn: Callable[[list[Any]], Any] = collate,
+    worker_init_fn: WorkerInit | None = None,
+    context: Literal["fork", "spawn", "forkserver"] | None = None,
+) -> DataLoader[Any]:
+    """Return a DataLoader over an `H5Dataset`, or a Subset or ConcatDataset of some.
+
+    Workers persist over epochs and keep one thread each (torch sets its own to one, cv2 does
+    not); each holds `prefetch` batches ready. `seed` determines the order and, with workers,
+    the random numbers of torch, numpy and random in each worker; with `workers=0` transforms
+    draw from this process's generators. A `sampler` decides the order in place of `shuffle`.
+    `pin_memory="auto"` pins where there is a CUDA device. The batch is channels_last; see
+    `collate`. `context` is how workers start, by default as Python does.
+
+    `workers="auto"` is `auto_workers(dataset, batch_size, prefetch)`.
+    """
+    count = _check_count("batch_size", batch_size, least=1)
+    _check_count("prefetch", prefetch, least=1)
+    if workers == "auto":
+        workers = auto_workers(dataset, count, prefetch)
+    _check_count("workers", workers, least=0, other=', or "auto"')
+    generator = torch.Generator()
+    generator.manual_seed(_check_count("seed", seed, least=0))
+    return DataLoader(
+        dataset,
+        batch_size=count,
+        shuffle=shuffle and sampler is None,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate_fn,
+        pin_memory=torch.cuda.is_available() if pin_memory == "auto" else pin_memory,
+        drop_last=drop_last,
+        worker_init_fn=partial(_start_worker, worker_init_fn),
+        multiprocessing_context=context if workers else None,
+        generator=generator,
+        prefetch_factor=prefetch if workers else None,
+        persistent_workers=workers > 0,
+    )
+
+
+def auto_workers(dataset: Dataset[Any], batch_size: int, prefetch: int = 2) -> int:
+    """Return how many worker processes suit a dataset, this machine and this batch size.
+
+    One per core that this process may use (affinity, cgroup; shared fairly with the other
+    ranks of a torchrun); two at most where nothing is to do but copying raw pixels; no more
+    than an epoch has batches, and no more than shared memory has room for, since a container's
+    64 MB kill a worker with a bus error (none where not even one batch fits).
+
+    Measured by `python tools/bench_dataset.py workers FILE.h5` on 2 cores that other processes
+    used too (256² raw, batches of 64, medians of 5, img/s):
+
+        workers                      0                 1       2       3       4
+        whole images           230 to 26,000       4,500   4,900   4,800   4,900
+        RandomResizedCrop+flip   4,600             2,900   5,000   4,700   4,900
+
+    More workers than cores gain nothing. Without any, torch's threads and a fresh batch each
+    time make whole images fast or slow by chance, and nothing is ready when a step ends.
+    """
+    cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    base = _packed(dataset)
+    workers = min(2, cores) if base is not None and _only_copies(base) else cores
+    if base is not None:
+        spec = base.pixels.specs["images"]  # of store=original the size of a batch is unknown
+        ready = batch_size * prefetch * 3 * max(1, spec.height * spec.width)
+        workers = min(workers, _shared_memory() // ready)
+    batches = -(-len(cast(Sized, dataset)) // batch_size)
+    return int(min(workers, batches))
+
+
+def _packed(dataset: Any) -> H5Dataset | None:
+    """Return the (first) H5Dataset under Subset and ConcatDataset."""
+    while not isinstance(dataset, H5Dataset):
+        parts = getattr(dataset, "datasets", None)
+        dataset = parts[0] if parts else getattr(dataset, "dataset", None)
+        if dataset is None:
+            return None
+    return dataset
+
+
+def _only_copies(dataset: H5Dataset) -> bool:
+    return (
+        dataset.transform is None
+        and dataset.output != "pil"
+        and dataset.aspect == "stored"
+        and all(spec.encoding == "raw" for spec in dataset.pixels.specs.values())
+    )
+
+
+def _shared_memory() -> int:
+    """Bytes free where worker processes leave their batches."""
+    place = Path("/dev/shm")
+    return shutil.disk_usage(place).free if place.is_dir() else sys.maxsize
+
+
+def _start_worker(then: WorkerInit | None, worker: int) -> None:
+    # Not 1: that takes cv2's pool down, and a forked worker waits forever for the parent's threads.
+    cv2.setNumThreads(0)
+    if then is not None:
+        then(worker)
+
+
+def _check_count(name: str, value: Any, *, least: int, other: str = "") -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least or isinstance(value, bool):
+        raise UsageError(f"{name}={value!r} is not a whole number of at least {least}{other}")
+    return count

@@ -1,0 +1,218 @@
+"""`H5Dataset`: a packed file where torchvision's ImageFolder was."""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from h5feed.errors import UsageError
+from h5feed.feed.files import FilePath, expand_paths
+from h5feed.feed.guard import Guard
+from h5feed.feed.picture import Aspect, Output, picture_reader
+from h5feed.feed.source import Pixels
+
+__all__ = ["H5Dataset"]
+
+Transform = Callable[[Any], Any]
+Value = TypeVar("Value")
+# What __setstate__ makes anew rather than pickling it.
+_REMADE = ("_call_transform", "_call_target_transform", "_image", "_target", "_lists")
+
+
+class H5Dataset(Dataset[tuple[Any, Any]]):
+    """Map-style dataset over one or several packed files; `ds[i]` is `(image, label)`.
+
+    With `output="tensor"` the image is uint8 (C, H, W) in channels_last memory, and for
+    `store=raw` a view of the file: no pixel is copied. Clone it before you write into it. A
+    transform may write into its image all the same: what is handed out is its result, and the
+    next epoch reads the file's pixels. With `output="numpy"` it is a read-only uint8 (H, W, C)
+    view, with `output="pil"` a PIL image.
+
+    The label is an int; or a float32 tensor (K,) where the file has several targets an item;
+    or, where it has masks, the item's mask: uint8 (H, W) in the same output.
+
+    It has ImageFolder's attributes. Items cannot be taken away by editing these lists: use
+    `torch.utils.data.Subset`. It pickles as paths, options and transforms, and can be used under
+    fork, spawn, forkserver and threads, opened before or after.
+    """
+
+    def __init__(
+        self,
+        path: FilePath | Sequence[FilePath],
+        *,
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
+        output: Output = "tensor",
+        aspect: Aspect = "stored",
+    ) -> None:
+        """Open `path`: a file, a glob pattern, or a sequence of files packed alike.
+
+        `transform` is called on each image and `target_transform` on each label or mask, as in
+        torchvision. `aspect="source"` undoes what `--fit` did to a picture's proportions: it
+        resizes a stretched one (short side as stored) and cuts a padded one out of its
+        letterbox; then images have different sizes.
+
+        Raises FileNotFoundError, H5FormatError where a file is not a sound h5feed file, and
+        UsageError for a wrong argument.
+        """
+        _check_choice("output", output, get_args(Output))
+        _check_choice("aspect", aspect, get_args(Aspect))
+        self.output: Output = output
+        self.aspect: Aspect = aspect
+        self.pixels = Pixels(expand_paths(path))
+        self._lists: dict[str, Any] = {}
+        self.transform = transform
+        self.target_transform = target_transform
+        self._bind()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        at = self._plain(index)
+        image = self._image(at)
+        if self._call_transform is not None:
+            image = self._call_transform(image, at)
+        target = self._target(at)
+        if self._call_target_transform is not None:
+            target = self._call_target_transform(target, at)
+        return image, target
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Return several samples, after telling the kernel which bytes they need."""
+        plain = [self._plain(index) for index in indices]
+        self.pixels.announce(plain)
+        return [self[at] for at in plain]
+
+    @property
+    def transform(self) -> Transform | None:
+        """Called on each image; may be replaced at any time."""
+        return self._transform
+
+    @transform.setter
+    def transform(self, transform: Transform | None) -> None:
+        self._transform = transform
+        self._call_transform = self._guarded(transform, "images")
+
+    @property
+    def target_transform(self) -> Transform | None:
+        """Called on each label or mask; may be replaced at any time."""
+        return self._target_transform
+
+    @target_transform.setter
+    def target_transform(self, transform: Transform | None) -> None:
+        self._target_transform = transform
+        self._call_target_transform = self._guarded(transform, "masks")
+
+    @property
+    def images(self) -> Tensor:
+        """The whole field as one uint8 tensor (N, C, H, W), channels_last, without a copy.
+
+        It is memory of this process backed by the file: clone what you write into. Raises
+        UsageError for anything but one raw file whose pictures have one size.
+        """
+        spec = self.pixels.specs["images"]
+        if spec.encoding != "raw" or not spec.is_fixed or len(self.pixels.paths) > 1:
+            raise UsageError(
+                f"images is one tensor only for a single file with store=raw and pictures of one "
+                f"size; {self.pixels.name} has store={spec.encoding}, fit={spec.fit}; use ds[i]"
+            )
+        return torch.from_numpy(self.pixels.whole("images").transpose(0, 3, 1, 2))
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names in the order of their numbers."""
+        return self._once("classes", lambda: list(self.pixels.classes))
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """Class number by name."""
+        return self._once("class_to_idx", lambda: {c: i for i, c in enumerate(self.classes)})
+
+    @property
+    def targets(self) -> Any:
+        """Class number of each item, −1 where there is none; or a float32 tensor (N, K).
+
+        A list, made at the first use.
+        """
+        labels = self.pixels.labels
+        make = labels.tolist if labels.ndim == 1 else partial(torch.tensor, labels)
+        return self._once("targets", make)
+
+    @property
+    def samples(self) -> list[tuple[str, Any]]:
+        """(source path relative to the packed folder, label) of each item.
+
+        A list, made at the first use: about 1 µs and 200 bytes an item.
+        """
+        return self._once(
+            "samples", lambda: list(zip(self.pixels.keys(), self.targets, strict=True))
+        )
+
+    @property
+    def imgs(self) -> list[tuple[str, Any]]:
+        """The same as `samples`, as in torchvision."""
+        return self.samples
+
+    def __repr__(self) -> str:
+        spec = self.pixels.specs["images"]
+        size = f"{spec.height}x{spec.width}, " if spec.is_fixed else ""
+        return (
+            f"H5Dataset({self.pixels.name!r}: {len(self)} items, {len(self.classes)} classes, "
+            f"{size}store={spec.encoding}, fit={spec.fit}, output={self.output})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _REMADE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lists = {}
+        self.transform = self._transform
+        self.target_transform = self._target_transform
+        self._bind()
+
+    def _bind(self) -> None:
+        """Choose once how an image and a target are read."""
+        pixels = self.pixels
+        self._image = picture_reader(pixels, "images", output=self.output, aspect=self.aspect)
+        self._target = self._target_reader()
+
+    def _target_reader(self) -> Callable[[int], Any]:
+        if "masks" in self.pixels.specs:
+            return picture_reader(self.pixels, "masks", output=self.output, aspect=self.aspect)
+        labels = self.pixels.labels
+        if labels.ndim == 2:
+            return lambda index: torch.from_numpy(labels[index].copy())
+        return labels.item
+
+    def _guarded(self, transform: Transform | None, field: str) -> Callable[[Any, int], Any] | None:
+        """Return `transform` as a function of (sample, index) that cannot change the file."""
+        if transform is None:
+            return None
+        spec = self.pixels.specs.get(field)
+        if self.output == "tensor" and spec is not None and spec.encoding == "raw":
+            return Guard(transform, partial(self.pixels.restore, field))
+        return lambda sample, _: transform(sample)
+
+    def _plain(self, index: int) -> int:
+        """Return 0 ≤ index < N for an index that may count from the end."""
+        at, count = operator.index(index), len(self.pixels)
+        if not -count <= at < count:
+            raise IndexError(f"index {at} is out of range for {count} items")
+        return at + count if at < 0 else at
+
+    def _once(self, name: str, make: Callable[[], Value]) -> Value:
+        if name not in self._lists:
+            self._lists[name] = make()
+        found: Value = self._lists[name]
+        return found
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")

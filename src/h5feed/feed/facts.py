@@ -1,0 +1,117 @@
+"""What a packed file holds, in numbers a person asks for."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+
+from h5feed.cores import available_cores
+from h5feed.feed.dataset import H5Dataset
+from h5feed.store import FileIndex, read_index
+
+__all__ = ["ChannelStats", "channel_stats", "class_counts", "file_facts"]
+
+_BLOCK = 64  # items a thread decodes and sums at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelStats:
+    """Mean and standard deviation of each channel, over all pixels, on the scale 0 to 1."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    images: int
+    """How many images they were taken from."""
+
+
+def channel_stats(
+    ds: H5Dataset,
+    *,
+    limit: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> ChannelStats:
+    """Mean and standard deviation of red, green and blue of the stored pictures.
+
+    Transforms are left out. With `limit`, at most that many images are read, evenly spaced.
+    `progress(n)` is called as n more images are done.
+    """
+    plain = ds if ds.transform is None and ds.output == "numpy" else _plain(ds)
+    count = len(ds) if limit is None else min(limit, len(ds))
+    chosen = np.linspace(0, len(ds) - 1, count).round().astype(np.int64)
+    total = np.zeros((3, 3))  # pixels, sum and sum of squares, by channel
+    with ThreadPoolExecutor(available_cores()) as pool:
+        blocks = [chosen[at : at + _BLOCK] for at in range(0, count, _BLOCK)]
+        for block, sums in zip(blocks, pool.map(lambda b: _sums(plain, b), blocks), strict=True):
+            total += sums
+            if progress is not None:
+                progress(len(block))
+    mean = total[1] / total[0]
+    std = np.sqrt(np.maximum(total[2] / total[0] - mean**2, 0))
+    return ChannelStats(mean=_triple(mean / 255), std=_triple(std / 255), images=count)
+
+
+def class_counts(index: FileIndex) -> dict[str, int]:
+    """Items of each class by name; "(none)" counts label −1, "(targets)" float targets."""
+    if index.labels.ndim == 2:
+        return {"(targets)": len(index)}
+    names = index.classes or tuple(str(i) for i in range(int(index.labels.max()) + 1))
+    counts = np.bincount(index.labels + 1, minlength=len(names) + 1).tolist()
+    found = dict(zip(names, counts[1:], strict=True))
+    return found | ({"(none)": counts[0]} if counts[0] else {})
+
+
+def file_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `show-h5` tells of a file, as JSON values.
+
+    Raises OSError where the file cannot be read and H5FormatError where it is not sound.
+    """
+    index = read_index(path)
+    sides = index.source_shapes
+    return {
+        "path": index.path,
+        "items": len(index),
+        "file_bytes": index.size,
+        "classes": len(index.classes),
+        "class_counts": class_counts(index),
+        "targets_per_item": int(index.labels.shape[1]) if index.labels.ndim == 2 else None,
+        "fields": {
+            name: extent.spec.attributes() | {"bytes": extent.nbytes}
+            for name, extent in index.extents.items()
+        },
+        "source_height": _spread(sides[:, 0]),
+        "source_width": _spread(sides[:, 1]),
+        "provenance": index.provenance,
+        "fingerprint": index.fingerprint,
+    }
+
+
+def _plain(ds: H5Dataset) -> H5Dataset:
+    return H5Dataset(ds.pixels.paths, output="numpy")
+
+
+def _sums(ds: H5Dataset, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    ds.pixels.announce(indices)
+    sums = np.zeros((3, 3))
+    for at in indices.tolist():
+        image = ds[at][0]
+        pixels = image.shape[0] * image.shape[1]
+        mean, std = (part.ravel() for part in cv2.meanStdDev(image))
+        sums += pixels * np.stack([np.ones(3), mean, std**2 + mean**2])
+    return sums
+
+
+def _triple(values: Any) -> tuple[float, float, float]:
+    red, green, blue = values.tolist()
+    return red, green, blue
+
+
+def _spread(values: Any) -> dict[str, int]:
+    return {
+        "min": int(values.min()),
+        "median": int(np.median(values)),
+        "max": int(values.max()),
+    }

@@ -1,0 +1,173 @@
+"""One pixel field of a batch: its slots, and how loader threads fill them from the file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from h5feed.augment import Params, Pipeline
+from h5feed.codec import decode_jpeg
+from h5feed.errors import DamagedItemError
+from h5feed.feed.slots import Ring, Slot
+from h5feed.feed.source import Pixels
+from h5feed.jpeg_region import decode_jpeg_region
+
+__all__ = ["Field"]
+
+Picture = NDArray[np.uint8]
+Indices = NDArray[np.int64]
+
+_KEEP = 32 << 20  # bytes of scratch memory per thread; a larger picture gets its own
+_TOGETHER = 1 << 20  # bytes of pictures that stay in the cache between two views of them
+
+
+class Field:
+    """Base: what fills one field's rows. Subclasses say how."""
+
+    decodes = False
+    """Whether `fill` may meet an item that cannot be decoded."""
+
+    def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
+        self.pixels = pixels
+        self.name = name
+        self.rings = rings
+        """One per view."""
+
+    def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
+        """Write rows k0, k0+1, … of `slots` (one per view) from items `indices`, int64 (n,).
+
+        Raises DamagedItemError for the first item that cannot be decoded.
+        """
+        raise NotImplementedError
+
+    def damaged(self, index: int, reason: Exception) -> DamagedItemError:
+        """Make the error that names file, field, index and key of an item."""
+        return self.pixels.damaged(
+            self.name,
+            index,
+            f"cannot be decoded: {reason}",
+            then=', and on_error="skip" goes on without them',
+        )
+
+
+class WholeItems(Field):
+    """Items of one size copied as they are stored: for a device, or where nothing is changed."""
+
+    def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
+        super().__init__(pixels, name, rings)
+        self._all = pixels.whole(name) if len(pixels.paths) == 1 else None
+
+    def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
+        """Copy the items' bytes."""
+        for slot in slots:
+            rows = slot.rows[k0 : k0 + len(indices)]
+            if self._all is not None:
+                # mode="raise" would go through a copy of its own; the indices are checked.
+                np.take(self._all, indices, axis=0, out=rows, mode="clip")
+            else:
+                for row, index in zip(rows, indices.tolist(), strict=True):
+                    np.copyto(row, self.pixels.item(self.name, index))
+
+
+class Decoded(Field):
+    """JPEG items decoded straight into their rows: for a device, or where nothing is changed."""
+
+    decodes = True
+
+    def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
+        """Decode whole items."""
+        first, *others = slots
+        for k, index in enumerate(indices.tolist(), k0):
+            try:
+                decode_jpeg(self.pixels.item(self.name, index), first.rows[k])
+            except ValueError as ex:
+                raise self.damaged(index, ex) from ex
+            for slot in others:
+                np.copyto(slot.rows[k], first.rows[k])
+
+
+class Augmented(Field):
+    """Views of raw or NV12 items, through the pipeline's kernel into the rows."""
+
+    def __init__(
+        self, pixels: Pixels, name: str, rings: Sequence[Ring], pipeline: Pipeline
+    ) -> None:
+        super().__init__(pixels, name, rings)
+        spec = pixels.specs[name]
+        self._pipeline = pipeline
+        self._kernel = pipeline.run_cpu if spec.channels == 3 else pipeline.run_mask
+        # One array of one size: the pipeline can take small pictures many at a time.
+        fixed = len(pixels.paths) == 1 and spec.is_fixed and spec.channels == 3
+        self._all = pixels.whole(name) if fixed else None
+        self._together = max(1, _TOGETHER // spec.item_bytes) if spec.is_fixed else 1
+
+    def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
+        """Run the kernel on views of the file."""
+        assert params is not None
+        step = len(indices) if len(slots) == 1 else self._together
+        for a in range(0, len(indices), step):
+            part = indices[a : a + step]
+            for view, slot in enumerate(slots):
+                rows = slot.rows[k0 + a : k0 + a + len(part)]
+                self._run(part, params, k0 + a, rows, view)
+
+    def _run(self, indices: Indices, params: Params, k0: int, rows: Picture, view: int) -> None:
+        if self._all is not None:
+            self._pipeline.run_fixed(params, k0, self._all, indices, rows, view=view)
+        else:
+            items = [self.pixels.item(self.name, index) for index in indices.tolist()]
+            self._kernel(params, k0, items, rows, view=view)
+
+
+class DecodedAndAugmented(Field):
+    """JPEG items, of which the part that the crops need is decoded and augmented."""
+
+    decodes = True
+
+    def __init__(
+        self, pixels: Pixels, name: str, rings: Sequence[Ring], pipeline: Pipeline
+    ) -> None:
+        super().__init__(pixels, name, rings)
+        self._pipeline = pipeline
+        # Only files that we encoded have the restart markers that make a part worth the search.
+        self._partly = pixels.specs[name].encoding == "jpeg"
+        self._shapes = pixels.stored_shapes
+        self._threads = threading.local()
+
+    def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
+        """Decode and augment one item after another."""
+        assert params is not None
+        count = len(indices)
+        boxes = self._pipeline.source_rows(params[k0 : k0 + count]).tolist()
+        kernels = [
+            self._pipeline.kernel(params, k0, count, view=view) for view in range(len(slots))
+        ]
+        for i, index in enumerate(indices.tolist()):
+            try:
+                picture, top, left = self._decode(index, boxes[i])
+            except ValueError as ex:
+                raise self.damaged(index, ex) from ex
+            for make, slot in zip(kernels, slots, strict=True):
+                make(i, picture, slot.rows[k0 + i], top, left)
+
+    def _decode(self, index: int, box: list[int]) -> tuple[Picture, int, int]:
+        """Return pixels of an item that hold `box`, and where in the picture they begin."""
+        data = self.pixels.item(self.name, index)
+        height, width = self._shapes[index].tolist()
+        scratch = self._scratch(height * width * 3)
+        if not self._partly:
+            return decode_jpeg(data, scratch.reshape(height, width, 3)), 0, 0
+        top, left, tall, wide = box
+        return decode_jpeg_region(data, (top, left, tall, wide), scratch)
+
+    def _scratch(self, size: int) -> Picture:
+        """Return uint8 (size,): fresh memory costs up to half as much again as the decoding."""
+        memory: Picture | None = getattr(self._threads, "memory", None)
+        if memory is None or len(memory) < size:
+            memory = np.empty(size, np.uint8)
+            if size <= _KEEP:
+                self._threads.memory = memory
+        return memory[:size]

@@ -1,0 +1,191 @@
+"""`H5Loader`: batches of a packed file, made by threads in memory that is used again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from h5feed.augment import Op
+from h5feed.feed.ahead import Ahead
+from h5feed.feed.arrange import Shuffle
+from h5feed.feed.base import PackedLoader
+from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.device import open_lane
+from h5feed.feed.pool import Pool
+from h5feed.feed.recipe import OnError, Recipe
+from h5feed.feed.run import Counts, Run
+from h5feed.feed.schedule import Schedule
+from h5feed.feed.setup import (
+    AugmentOn,
+    check_arguments,
+    check_choices,
+    choose_pipeline,
+    choose_threads,
+    leave_cores_to_loader,
+)
+from h5feed.feed.steps import Tail
+from h5feed.feed.work import Epoch
+
+__all__ = ["H5Loader"]
+
+
+class H5Loader(PackedLoader):
+    """Batches of an H5Dataset's file: `for images, labels in loader`.
+
+    `images` is (B, C, H, W) in channels_last memory, uint8 unless `augment` ends in a float op;
+    `labels` int64 (B,), float32 (B, K), or for files with masks uint8 (B, H, W), with the same
+    geometry as their pictures. With `views` above 1, images and masks are tuples.
+    A batch's memory is used again once nobody holds it or any view of it.
+
+    Which samples come and what happens to them is a function of seed, epoch and sample: threads,
+    batch size and world size change nothing. Exceptions: Mixup and CutMix choose partners within
+    a batch; a `sampler` is asked again in every epoch, and one with a generator of its own has to
+    be put back into its state by whoever resumes.
+
+    Every pass is the next epoch, unless `set_epoch` or `load_state_dict` said otherwise; one that
+    was broken off counts as a pass.
+
+    For images of more than 65,536 pixels it sets cv2.setNumThreads(1), in all of the process: cv2
+    would else split each one among threads of its own, which compete with the loader's.
+
+    Args:
+        ds: what to feed. Its `target_transform` applies; it may have no `transform`.
+        batch_size: samples of a batch, of this rank.
+        shuffle: True, "block" (for disks that hate seeks; long sequential reads) or False. None is
+            True, or False with a sampler.
+        augment: ops of h5feed.augment, in order.
+        views: differently augmented images per picture, as a tuple.
+        antialias: True, False or "auto", see h5feed.augment.Pipeline.
+        device: where batches are delivered.
+        augment_on: "cpu" (loader threads), "device" (whole batches, there), or "auto": on a CUDA
+            device wherever pictures have one size.
+        threads: loader threads, or "auto": the cores this process may use, less one for the
+            trainer where the device is not the CPU, and at most 16.
+        prefetch: batches in the making at once.
+        drop_last: leave out a last batch that would be short.
+        tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
+            some, "drop" leaves some out. Every rank has equally many steps and samples.
+        seed: any int.
+        rank: this process; None asks torch.distributed.
+        world_size: how many share an epoch; None asks torch.distributed.
+        on_error: "raise", or "skip": the next whole sample of the batch stands in for one that
+            cannot be decoded; see stats().
+        with_index: deliver (images, labels, indices).
+        sampler: any torch Sampler that has a length; it gives the order of all ranks together.
+        indices: the samples to take, as positions in `ds`.
+        block: samples of a block with shuffle="block"; None: 8 MB of them.
+        window: blocks that are shuffled together.
+        lookahead: bytes announced to the kernel ahead of the batches in the making.
+
+    Raises:
+        UsageError: for an argument that is wrong, with what to do.
+
+    """
+
+    def __init__(
+        self,
+        ds: H5Dataset,
+        batch_size: int,
+        *,
+        shuffle: Shuffle | None = None,
+        augment: Sequence[Op] = (),
+        views: int = 1,
+        antialias: bool | str = "auto",
+        device: str | torch.device = "cpu",
+        augment_on: AugmentOn = "auto",
+        threads: int | str = "auto",
+        prefetch: int = 2,
+        drop_last: bool = False,
+        tail: Tail = "pad",
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        on_error: OnError = "raise",
+        with_index: bool = False,
+        sampler: Sampler[int] | None = None,
+        indices: Sequence[int] | None = None,
+        block: int | None = None,
+        window: int = 16,
+        lookahead: int = 64 << 20,
+    ) -> None:
+        check_arguments(ds, batch_size=batch_size, prefetch=prefetch, views=views)
+        check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
+        super().__init__(
+            ds,
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            tail=tail,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            sampler=sampler,
+            indices=indices,
+            block=block,
+            window=window,
+        )
+        self.prefetch = prefetch
+        self._lookahead = lookahead
+        lane = open_lane(device)
+        pipeline, on_device, self._reason = choose_pipeline(
+            ds.pixels, augment, views=views, antialias=antialias, on=augment_on, lane=lane
+        )
+        self._recipe = Recipe(
+            ds.pixels,
+            pipeline,
+            lane,
+            batch_size=batch_size,
+            on_device=on_device,
+            keep=prefetch + 2,
+            on_error=on_error,
+            target_transform=ds.target_transform,
+            with_index=with_index,
+        )
+        self.threads = choose_threads(threads, lane.device)
+        leave_cores_to_loader(None if on_device else pipeline, self.threads)
+        self._pool = Pool(self.threads)
+        self._counts = Counts()
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
+
+    def __iter__(self) -> Run:
+        """Begin a pass; it makes batches ahead as soon as it exists."""
+        cursor, order, steps = self._begin()
+        schedule = Schedule(order, steps, self._recipe.drawing, seed=self.seed, epoch=cursor.epoch)
+        ahead = Ahead(self.dataset.pixels, schedule, lookahead=self._lookahead)
+        epoch = Epoch(recipe=self._recipe, ahead=ahead, pool=self._pool)
+        run = Run(epoch, cursor, self._counts, prefetch=self.prefetch)
+        self._runs.add(run)
+        return run
+
+    def close(self) -> None:
+        """End all passes and the threads; a later pass starts new ones.
+
+        A loader that is let go, or a program that ends, does so by itself.
+        """
+        for run in list(self._runs):
+            run.close()
+        self._pool.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was delivered since the loader was made, and by what means.
+
+        batches, images, repeated (only to even out the ranks' last step), skipped (a substitute
+        stood in), wait_s (seconds the consumer waited), announced_bytes (to the kernel, ahead of
+        their use), held_many (the caller held so many batches that it was warned), slots,
+        slot_bytes, threads, prefetch, augment_on and the reason for it.
+        """
+        rings = self._recipe.rings
+        return {
+            **asdict(self._counts),
+            "slots": sum(map(len, rings)),
+            "slot_bytes": sum(ring.nbytes for ring in rings),
+            "threads": self.threads,
+            "prefetch": self.prefetch,
+            "augment_on": "device" if self._recipe.on_device else "cpu",
+            "augment_on_reason": self._reason,
+        }

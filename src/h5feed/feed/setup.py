@@ -1,0 +1,159 @@
+"""What a loader's arguments mean on this machine and for this file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import cv2
+import torch
+from torch import distributed
+
+from h5feed.augment import Op, Pipeline
+from h5feed.cores import available_cores
+from h5feed.errors import UsageError
+from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.device import Lane
+from h5feed.feed.recipe import OnError
+from h5feed.feed.source import Pixels
+from h5feed.feed.steps import Tail
+from h5feed.store import FieldSpec
+
+__all__ = [
+    "AugmentOn",
+    "block_length",
+    "check_arguments",
+    "check_choices",
+    "choose_pipeline",
+    "choose_ranks",
+    "choose_threads",
+    "leave_cores_to_loader",
+]
+
+AugmentOn = Literal["cpu", "device", "auto"]
+
+_BLOCK_BYTES = 8 << 20
+_CV2_SPLITS = 1 << 16  # pixels of an image above which cv2 shares it among threads of its own
+_MOST_THREADS = 16
+
+
+def check_arguments(ds: Any, **numbers: int) -> None:
+    """Refuse a dataset that is none of ours or has a transform, and counts below 1."""
+    if not isinstance(ds, H5Dataset):
+        raise UsageError(
+            f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader (for a part "
+            "of an H5Dataset give H5Loader the whole and indices=)"
+        )
+    if ds.transform is not None:
+        raise UsageError(
+            f"ds.transform={ds.transform!r} would have to run in Python for every image: give "
+            "H5Loader ops of h5feed.augment instead, or use make_dataloader"
+        )
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
+    """Refuse what is none of the choices, and a negative number of bytes."""
+    for name, value, choices in (
+        ("tail", tail, get_args(Tail)),
+        ("on_error", on_error, get_args(OnError)),
+    ):
+        if value not in choices:
+            raise UsageError(f"{name}={value!r} is none of {', '.join(choices)}")
+    if not isinstance(lookahead, int) or lookahead < 0:
+        raise UsageError(f"lookahead={lookahead!r} must be a number of bytes, 0 for none")
+
+
+def choose_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return (rank, world size), those of torch.distributed where they are not given."""
+    if (rank is None) != (world_size is None):
+        raise UsageError(f"rank={rank} and world_size={world_size}: give both or neither")
+    if rank is None or world_size is None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return 0, 1
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank={rank} is not in 0 to world_size-1={world_size - 1}")
+    return rank, world_size
+
+
+def choose_threads(threads: int | str, device: torch.device) -> int:
+    """Return how many loader threads to run: a number as it is, "auto" by the cores there are."""
+    if isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1:
+        return threads
+    if threads != "auto":
+        raise UsageError(f'threads={threads!r} must be "auto" or a whole number of at least 1')
+    share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cpu":
+        share -= 1  # the trainer launches kernels from a core of its own
+    return max(1, min(share, _MOST_THREADS))
+
+
+def block_length(pixels: Pixels) -> int:
+    """Return how many items make about 8 MB, what a disk reads in one go without losing time."""
+    probe = range(0, len(pixels), max(1, len(pixels) // 100))
+    mean = pixels.item_bytes(probe).mean() if len(probe) else 1
+    return max(1, round(_BLOCK_BYTES / max(1, mean)))
+
+
+def choose_pipeline(
+    pixels: Pixels,
+    augment: Sequence[Op],
+    *,
+    views: int,
+    antialias: Any,
+    on: AugmentOn,
+    lane: Lane,
+) -> tuple[Pipeline | None, bool, str]:
+    """Return the pipeline, bound; whether it runs on the device; and why.
+
+    No pipeline where pictures are delivered as they are stored: no ops, and RGB of one size.
+    """
+    if on not in get_args(AugmentOn):
+        raise UsageError(f'augment_on={on!r} is none of "cpu", "device" and "auto"')
+    spec = pixels.specs["images"]
+    one_size = spec.fit != "keep" and spec.encoding != "original"
+    on_device, reason = _where(on, one_size, lane, spec)
+    if not augment and one_size and spec.encoding != "yuv420":
+        return None, on_device, reason
+    pipeline = Pipeline(augment, antialias=antialias, views=views)
+    if pipeline.uses_batch and len(pixels.specs) > 1:
+        raise UsageError(f"augment={pipeline.ops!r} mixes labels, and this file has masks instead")
+    size = (spec.height, spec.width) if one_size else None
+    pipeline.bind(
+        size,
+        encoding="yuv420" if spec.encoding == "yuv420" else "raw",
+        num_classes=len(pixels.classes) if pixels.labels.ndim == 1 else None,
+    )
+    return pipeline, on_device, reason
+
+
+def leave_cores_to_loader(pipeline: Pipeline | None, threads: int) -> None:
+    """Turn cv2's own threads off where they would compete with the loader's.
+
+    They cost 15 % at 448x448 pixels on two cores, more on more, and cv2 can only be told so for
+    the whole process. Below 256x256 it uses none, and is left alone.
+    """
+    if pipeline is not None and threads > 1:
+        height, width, _ = pipeline.out_shape
+        if height * width > _CV2_SPLITS and cv2.getNumThreads() > 1:
+            cv2.setNumThreads(1)
+
+
+def _where(on: AugmentOn, one_size: bool, lane: Lane, spec: FieldSpec) -> tuple[bool, str]:
+    stored = f"store={spec.encoding}, fit={spec.fit}"
+    if on == "device" and not one_size:
+        raise UsageError(
+            f'augment_on="device" needs pictures of one size, and {stored} keeps each in its own: '
+            'use augment_on="cpu", or pack with another fit'
+        )
+    if on != "auto":
+        return on == "device", "as asked"
+    if lane.device.type == "cpu":
+        return False, "batches stay on the CPU"
+    if not one_size:
+        return False, f"{stored} has pictures of several sizes"
+    return True, f"{lane.device} is faster at it than the loader's threads"

@@ -1,0 +1,1 @@
+"""Optional doors, each importable only with its library."""

@@ -1,0 +1,227 @@
+"""One block of pictures, read, decoded, sized and encoded, with what is to be known of each."""
+
+import os
+import stat
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from h5feed.codec import MAX_JPEG_SIDE, encode_jpeg, rgb_to_nv12
+from h5feed.errors import PackError
+from h5feed.packing.dataset_source import DatasetSource
+from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb
+from h5feed.packing.options import PackOptions
+from h5feed.packing.sizing import Box, fit_image, fit_mask
+from h5feed.packing.sources import Source
+from h5feed.store.layout import FieldSpec
+
+__all__ = ["Job", "Payload", "Record", "Skip", "encode_block", "row_type"]
+
+Pixels = npt.NDArray[np.uint8]
+Payload = bytes | memoryview
+_JPEG_MAGIC = b"\xff\xd8\xff"
+# Without O_NONBLOCK, opening a named pipe would wait for its writer for good.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every worker knows: where pictures come from and what they become."""
+
+    source: Source | DatasetSource
+    specs: tuple[FieldSpec, ...]
+    options: PackOptions
+
+    def name(self, index: int) -> str:
+        """Return the key of picture `index` for people to read."""
+        return os.fsdecode(self.source.key(index))
+
+
+class Skip(NamedTuple):
+    """A picture that could not be packed, and why."""
+
+    item: int
+    reason: str
+    """One of a few fixed texts, to count by."""
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What is to be known of the pictures `start` ≤ index < `stop`, apart from their pixels."""
+
+    start: int
+    stop: int
+    rows: npt.NDArray[np.void]
+    """One row of `row_type` per packed picture."""
+    skips: tuple[Skip, ...]
+    """The pictures that could not be packed."""
+    sizes: tuple[int, ...]
+    """Bytes of payload, one number per field."""
+    source_bytes: int
+    """Bytes of the packed pictures' files."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    payloads: tuple[Payload, ...]
+    source_shape: tuple[int, int]
+    shape: tuple[int, int]
+    box: Box
+    source_bytes: int
+
+
+def row_type(specs: Sequence[FieldSpec]) -> np.dtype[np.void]:
+    """Return the columns kept per item: 16 bytes for fixed fields, at most 32 for others."""
+    images = specs[0]
+    columns: list[Any] = [("index", "<u4"), ("crc32", "<u4"), ("source_shape", "<i4", (2,))]
+    if not images.is_fixed:
+        columns += [("bytes", "<i8"), ("shape", "<i4", (2,))]
+    if images.fit == "pad":
+        columns += [("box", "<i4", (4,))]
+    return np.dtype(columns)
+
+
+def encode_block(
+    job: Job, start: int, stop: int, current: Any = None
+) -> tuple[Record, list[list[Payload]]]:
+    """Encode pictures `start` to `stop`; return what is known of them and each field's payloads.
+
+    `current`, a one-element sequence, is told the index at hand: should a decoder take the
+    whole process down, the file can still be named.
+    """
+    items: list[tuple[int, _Item]] = []
+    skips: list[Skip] = []
+    for index in range(start, stop):
+        if current is not None:
+            current[0] = index
+        try:
+            items.append((index, _encode(job, index)))
+        except DecodeError as ex:
+            skips.append(Skip(index, ex.reason, ex.detail))
+        except OSError as ex:
+            skips.append(Skip(index, "cannot be read", ex.strerror or str(ex)))
+    payloads = [[item.payloads[k] for _, item in items] for k in range(len(job.specs))]
+    record = Record(
+        start=start,
+        stop=stop,
+        rows=_rows(job.specs, items),
+        skips=tuple(skips),
+        sizes=tuple(sum(map(len, field)) for field in payloads),
+        source_bytes=sum(item.source_bytes for _, item in items),
+    )
+    return record, payloads
+
+
+def _encode(job: Job, index: int) -> _Item:
+    images = job.specs[0]
+    if images.encoding == "original":
+        return _original(job, index)
+    rgb, size = _load(job, index)
+    pixels, box = fit_image(rgb, images, background=job.options.background)
+    payloads: tuple[Payload, ...] = (_encode_pixels(job, pixels),)
+    if len(job.specs) > 1:
+        payloads += (_mask(job, index, (rgb.shape[0], rgb.shape[1])),)
+    return _Item(
+        payloads, (rgb.shape[0], rgb.shape[1]), (pixels.shape[0], pixels.shape[1]), box, size
+    )
+
+
+def _load(job: Job, index: int) -> tuple[Pixels, int]:
+    if isinstance(job.source, DatasetSource):
+        return job.source.rgb(index), 0
+    data = _read(job.source.path(index))
+    options = job.options
+    rgb = decode_rgb(data, background=options.background, max_pixels=options.max_pixels)
+    return rgb, len(data)
+
+
+def _encode_pixels(job: Job, pixels: Pixels) -> Payload:
+    encoding = job.specs[0].encoding
+    if encoding == "yuv420":
+        return _flat(rgb_to_nv12(pixels))
+    if encoding == "jpeg":
+        return encode_jpeg(pixels, job.options.quality)
+    return _flat(pixels)
+
+
+def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
+    assert isinstance(job.source, Source)
+    path = job.source.mask_path(index)
+    if path is None:
+        raise DecodeError("no mask")
+    mask = decode_mask(_read(path))
+    if mask.shape != shape:
+        sizes = f"mask {mask.shape[0]}x{mask.shape[1]}, picture {shape[0]}x{shape[1]}"
+        raise DecodeError("mask of another size", sizes)
+    return _flat(fit_mask(mask, job.specs[0]))
+
+
+def _original(job: Job, index: int) -> _Item:
+    """Return a JPEG file's own bytes, decoded once to know that they can be."""
+    assert isinstance(job.source, Source)
+    options = job.options
+    data = _read(job.source.path(index))
+    is_jpeg = data.startswith(_JPEG_MAGIC)
+    if data and not is_jpeg and options.non_jpeg == "refuse":
+        raise PackError(
+            f"{job.name(index)} is not a JPEG file, and store=original keeps JPEG bytes: "
+            "--non-jpeg reencode makes such files JPEG, --store jpeg all of them"
+        )
+    rgb = decode_rgb(data, background=options.background, max_pixels=options.max_pixels)
+    shape = (rgb.shape[0], rgb.shape[1])
+    if not is_jpeg and max(shape) > MAX_JPEG_SIDE:
+        raise DecodeError(
+            TOO_LARGE, f"{shape[0]}x{shape[1]}, and JPEG holds {MAX_JPEG_SIDE} a side"
+        )
+    payload = data if is_jpeg else encode_jpeg(rgb, options.quality)
+    return _Item((payload,), shape, shape, (0, 0, *shape), len(data))
+
+
+def _read(path: bytes) -> bytes:
+    """Read a file whole: without Python's buffering, which costs small files 10 µs each."""
+    handle = os.open(path, _OPEN_FLAGS)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise DecodeError("not a regular file")
+        size = status.st_size
+        data = os.read(handle, size + 1)
+        while len(data) < size:
+            more = os.read(handle, size - len(data))
+            if not more:
+                break
+            data += more
+        return data
+    finally:
+        os.close(handle)
+
+
+def _rows(specs: Sequence[FieldSpec], items: list[tuple[int, _Item]]) -> npt.NDArray[np.void]:
+    kind = row_type(specs)
+    rows = []
+    for index, item in items:
+        row: tuple[Any, ...] = (index, _checksum(item.payloads), item.source_shape)
+        if not specs[0].is_fixed:
+            row += (len(item.payloads[0]), item.shape)
+        rows.append((*row, item.box) if specs[0].fit == "pad" else row)
+    return np.array(rows, dtype=kind)
+
+
+def _checksum(payloads: tuple[Payload, ...]) -> int:
+    value = 0
+    for payload in payloads:
+        value = zlib.crc32(payload, value)
+    return value
+
+
+def _flat(pixels: Pixels) -> memoryview:
+    """Return the bytes of C-contiguous pixels, not copied."""
+    return pixels.data.cast("B")

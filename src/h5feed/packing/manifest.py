@@ -1,0 +1,238 @@
+"""Manifests: a table that says which pictures, in which order, with which labels.
+
+csv, tsv (with a header line) or jsonl (one object a line). One column holds the path; a
+`label` column holds class numbers, a `class` column class names; where there is neither, every
+other column is a numeric target.
+"""
+
+import csv
+import json
+import os
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from h5feed.errors import PackError, UsageError
+
+__all__ = ["Table", "read_manifest"]
+
+_PATHS = ("path", "file", "filename", "file_name", "filepath", "image")
+_LABELS = ("label",)
+_CLASSES = ("class", "class_name")
+_MOST_CLASSES = 1_000_000
+_NEEDS_NORMALIZING = re.compile(r"^/|//|(?:^|/)\.{1,2}(?:/|$)|\\|^[A-Za-z]:")
+
+Row = tuple[int, Mapping[str, Any]]
+"""Line number from 1, and the line's cells by column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """What a manifest says, as columns."""
+
+    classes: tuple[str, ...]
+    labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
+    """int64 (N,), −1 without a label; or float32 (N, K) targets."""
+    key_bytes: npt.NDArray[np.uint8]
+    key_offsets: npt.NDArray[np.int64]
+
+
+def read_manifest(manifest: Path, root: Path) -> Table:
+    """Read a manifest whose relative paths start at the folder `root`.
+
+    Raises UsageError naming file, line and column; PackError where it cannot be read.
+    """
+    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows}
+    reader = readers.get(manifest.suffix.lower())
+    if reader is None:
+        raise UsageError(f"manifest {str(manifest)!r} is not a .csv, .tsv or .jsonl file")
+    try:
+        return _Builder(manifest, root).table(reader(manifest))
+    except FileNotFoundError as ex:
+        raise UsageError(f"manifest {str(manifest)!r} does not exist") from ex
+    except OSError as ex:
+        raise PackError(f"cannot read the manifest {str(manifest)!r}: {ex.strerror}") from ex
+
+
+def _csv_rows(manifest: Path) -> Iterator[Row]:
+    delimiter = "\t" if manifest.suffix.lower() == ".tsv" else ","
+    with manifest.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        lines = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            header = [name.strip() for name in next(lines, [])]
+            if len(set(header)) < len(header):
+                raise UsageError(f"{manifest}: two columns have one name in {', '.join(header)}")
+            for cells in lines:
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise UsageError(
+                        f"{manifest}, line {lines.line_num}: {len(cells)} cells "
+                        f"under a header of {len(header)}"
+                    )
+                yield lines.line_num, dict(zip(header, cells, strict=True))
+        except csv.Error as ex:
+            raise UsageError(f"{manifest}, line {lines.line_num}: {ex}") from ex
+
+
+def _json_rows(manifest: Path) -> Iterator[Row]:
+    with manifest.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as ex:
+                raise UsageError(f"{manifest}, line {number}: not JSON ({ex})") from ex
+            if not isinstance(row, dict):
+                raise UsageError(f"{manifest}, line {number}: not a JSON object")
+            yield number, row
+
+
+class _Builder:
+    """Gathers a manifest's rows into columns."""
+
+    def __init__(self, manifest: Path, root: Path) -> None:
+        self.manifest = manifest
+        self.root = os.fspath(root)
+        self.blob = bytearray()
+        self.offsets = array("q", [0])
+
+    def table(self, rows: Iterator[Row]) -> Table:
+        first = next(rows, None)
+        if first is None:
+            raise UsageError(f"manifest {str(self.manifest)!r} lists no pictures")
+        columns = list(first[1])
+        path = self._column(columns, _PATHS)
+        if path is None:
+            raise UsageError(
+                f"{self.manifest}: no column of paths among {', '.join(columns)}: "
+                f"name it {', '.join(_PATHS[:-1])} or {_PATHS[-1]}"
+            )
+        label, name = self._column(columns, _LABELS), self._column(columns, _CLASSES)
+        rows = self._keep_keys(first, rows, path)
+        others = [column for column in columns if column != path]
+        if label is not None or name is not None:
+            return self._with_labels(rows, label, name)
+        return self._with_targets(rows, others)
+
+    def _column(self, columns: Sequence[str], names: Sequence[str]) -> str | None:
+        found = [column for column in columns if column.lower() in names]
+        if len(found) > 1:
+            raise UsageError(f"{self.manifest}: columns {', '.join(found)} mean the same: keep one")
+        return found[0] if found else None
+
+    def _keep_keys(self, first: Row, rows: Iterator[Row], column: str) -> Iterator[Row]:
+        row: Row | None = first
+        while row is not None:
+            self.blob += self._key(row, column)
+            self.offsets.append(len(self.blob))
+            yield row
+            row = next(rows, None)
+
+    def _key(self, row: Row, column: str) -> bytes:
+        path = self._cell(row, column)
+        if not isinstance(path, str) or not path:
+            raise self._error(row, column, f"{path!r} is not a path")
+        if _NEEDS_NORMALIZING.search(path):
+            path = os.path.relpath(os.path.join(self.root, path), self.root)
+            path = path.replace(os.sep, "/")
+        if not os.path.isfile(os.path.join(self.root, path)):
+            raise self._error(row, column, f"there is no file {path!r} in {self.root!r}")
+        return os.fsencode(path)
+
+    def _cell(self, row: Row, column: str) -> Any:
+        if column not in row[1]:
+            raise self._error(row, column, "missing")
+        return row[1][column]
+
+    def _error(self, row: Row, column: str, what: str) -> UsageError:
+        return UsageError(f"{self.manifest}, line {row[0]}, column {column!r}: {what}")
+
+    def _with_labels(self, rows: Iterator[Row], label: str | None, name: str | None) -> Table:
+        if label is None:
+            assert name is not None
+            return self._with_names(rows, name)
+        labels = array("q")
+        names: dict[int, str] = {}
+        for row in rows:
+            number = self._label(row, label)
+            labels.append(number)
+            if name is not None and number >= 0:
+                given = self._class_name(row, name, str(self._cell(row, name)))
+                if names.setdefault(number, given) != given:
+                    what = f"class {number} is {names[number]!r} above and {given!r} here"
+                    raise self._error(row, name, what)
+        classes = tuple(names.get(k, str(k)) for k in range(max(labels) + 1))
+        return self._finish(classes, np.frombuffer(labels, np.int64))
+
+    def _label(self, row: Row, column: str) -> int:
+        cell = self._cell(row, column)
+        try:
+            number = int(cell)
+        except (TypeError, ValueError):
+            number = None
+        if number is None or isinstance(cell, bool | float):
+            what = f"{cell!r} is not a whole number; class names belong in a column 'class'"
+            raise self._error(row, column, what)
+        if not -1 <= number < _MOST_CLASSES:
+            what = f"{number} is not a class number (−1, or 0 to {_MOST_CLASSES - 1})"
+            raise self._error(row, column, what + "; call a column to predict 'target'")
+        return number
+
+    def _with_names(self, rows: Iterator[Row], column: str) -> Table:
+        numbers: dict[str, int] = {}
+        seen = array("q")
+        for row in rows:
+            cell = self._cell(row, column)
+            if not isinstance(cell, str) or not cell:
+                raise self._error(row, column, f"{cell!r} is not a class name")
+            name = self._class_name(row, column, cell)
+            seen.append(numbers.setdefault(name, len(numbers)))
+        classes = sorted(numbers)
+        rank = np.empty(len(classes), np.int64)
+        rank[[numbers[name] for name in classes]] = np.arange(len(classes))
+        return self._finish(tuple(classes), rank[np.frombuffer(seen, np.int64)])
+
+    def _class_name(self, row: Row, column: str, name: str) -> str:
+        try:
+            name.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise self._error(row, column, f"{name!r} is not Unicode text") from None
+        if "\0" in name:
+            raise self._error(row, column, f"{name!r} holds a NUL, which HDF5 cannot keep")
+        return name
+
+    def _with_targets(self, rows: Iterator[Row], columns: list[str]) -> Table:
+        values = array("f")
+        for row in rows:
+            for column in columns:
+                values.append(self._target(row, column))
+        count = len(self.offsets) - 1
+        if not columns:
+            return self._finish((), np.full(count, -1, np.int64))
+        return self._finish((), np.frombuffer(values, np.float32).reshape(count, -1))
+
+    def _target(self, row: Row, column: str) -> float:
+        cell = self._cell(row, column)
+        try:
+            return float(cell)
+        except (TypeError, ValueError):
+            what = f"{cell!r} is not a number; without a label or class column all are targets"
+            raise self._error(row, column, what) from None
+
+    def _finish(
+        self, classes: tuple[str, ...], labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
+    ) -> Table:
+        return Table(
+            classes=classes,
+            labels=labels,
+            key_bytes=np.frombuffer(self.blob, np.uint8),
+            key_offsets=np.frombuffer(self.offsets, np.int64),
+        )

@@ -1,0 +1,164 @@
+"""The options of packing, and the pixel fields that they ask for."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from h5feed.errors import UsageError
+from h5feed.packing.decode import MAX_PIXELS
+from h5feed.store.layout import IMAGES, Encoding, FieldSpec, Fit
+
+__all__ = ["MASKS", "PackOptions", "field_specs"]
+
+MASKS = "masks"
+
+_NOT_CONTENT = frozenset({"workers", "on_error", "max_skipped", "overwrite", "resume"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOptions:
+    """How pictures are packed."""
+
+    size: str = "auto"
+    """auto, a side S, or HxW: pixels to store.
+    auto: the power of two nearest to the median short side, at most 512."""
+    fit: Fit = "stretch"
+    """How a picture meets that size.
+    stretch: squeezed into it whole; h5feed's own crops undo that.
+    crop: short side to S, centre cut out.
+    pad: letterboxed.
+    keep: short side S, proportions kept."""
+    store: Encoding = "raw"
+    """What is stored.
+    raw: RGB pixels.
+    yuv420: half the bytes, no decoding.
+    jpeg: encoded again, at the stored size.
+    original: the JPEG files' own bytes, untouched."""
+    quality: int = 90
+    """JPEG quality, 1 to 100, wherever packing encodes."""
+    manifest: Path | None = None
+    """A csv, tsv or jsonl file of paths with labels, classes or numeric targets."""
+    masks: Path | None = None
+    """A folder of masks, one per picture: the same relative path but for the extension."""
+    background: tuple[int, int, int] = (255, 255, 255)
+    """Red, green, blue under transparent pixels and around letterboxed pictures."""
+    max_pixels: int = MAX_PIXELS
+    """A picture of more pixels, by its header, is skipped and not decoded."""
+    non_jpeg: Literal["refuse", "reencode"] = "refuse"
+    """What store original does with files that are not JPEG."""
+    any_size: bool = False
+    """Accept a size that is not a power of two."""
+    allow_empty: bool = False
+    """Accept class folders without pictures."""
+    on_error: Literal["skip", "fail"] = "skip"
+    """Whether a picture that cannot be decoded is skipped and listed, or stops the run."""
+    max_skipped: int | None = None
+    """Stop when more pictures are skipped; otherwise the larger of 10 and 1 percent."""
+    workers: int | None = None
+    """Worker processes; otherwise one per core. 0: all is done in one process."""
+    overwrite: bool = False
+    """Replace OUT where it exists, and throw an unfinished OUT.partial away."""
+    resume: bool = False
+    """Go on with the OUT.partial of an interrupted run, if there is one."""
+
+    def check(self) -> None:
+        """Raise UsageError for a value out of range, or one that would be ignored."""
+        for option in fields(self):
+            if get_origin(option.type) is Literal:
+                _among(option.name, getattr(self, option.name), get_args(option.type))
+        _in_range("quality", self.quality, 1, 100)
+        for name, least in (("workers", 0), ("max_skipped", 0), ("max_pixels", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name}={value} is too small: give {least} or more")
+        if len(self.background) != 3:
+            raise UsageError(f"background={self.background} is no color: give red, green, blue")
+        for value in self.background:
+            _in_range("background", value, 0, 255)
+        self._check_companions()
+
+    def content(self) -> dict[str, Any]:
+        """Return the options that decide the file's bytes, as JSON values."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_CONTENT}
+        for name in ("manifest", "masks"):  # no absolute path may enter a file
+            named[name] = None if named[name] is None else named[name].name
+        return named | {"background": list(self.background)}
+
+    def skip_limit(self, count: int) -> int:
+        """Return how many of `count` pictures may be skipped."""
+        return max(10, count // 100) if self.max_skipped is None else self.max_skipped
+
+    def _check_companions(self) -> None:
+        """Refuse options that would be ignored: the user believes that they do something."""
+        if self.store == "original":
+            for name, usual in (("size", "auto"), ("fit", "stretch"), ("masks", None)):
+                if getattr(self, name) != usual:
+                    raise UsageError(
+                        f"{name}={getattr(self, name)} with store=original: the files' own bytes "
+                        f"keep their size; leave {name} out, or take store=jpeg"
+                    )
+        elif self.non_jpeg != "refuse":
+            raise UsageError(
+                f"non_jpeg={self.non_jpeg} is for store=original; with store={self.store} "
+                "every format is taken: leave it out"
+            )
+        if self.quality != 90 and self.store in ("raw", "yuv420"):
+            raise UsageError(
+                f"quality={self.quality} is for encoding JPEG, and store={self.store} keeps "
+                "pixels: leave it out, or take store=jpeg"
+            )
+
+
+def field_specs(options: PackOptions, size: tuple[int, int] | None) -> tuple[FieldSpec, ...]:
+    """Return the fields of a file of `size` (height, width) pixels; None with store=original."""
+    if size is None:
+        return (_original(),)
+    height, width = size
+    if options.fit == "keep" and height != width:
+        raise UsageError(f"size={height}x{width} with fit=keep: give one number, the short side")
+    if options.store == "yuv420" and (height % 2 or width % 2):
+        raise UsageError(f"size={height}x{width} with store=yuv420: both sides must be even")
+    images = FieldSpec(
+        name=IMAGES,
+        encoding=options.store,
+        height=height,
+        width=width,
+        channels=3,
+        fit=options.fit,
+        interpolation="bilinear",
+        color_space={"raw": "RGB", "yuv420": "YUV BT.601 limited", "jpeg": "JPEG"}[options.store],
+    )
+    masks = FieldSpec(
+        name=MASKS,
+        encoding="raw",
+        height=height,
+        width=width,
+        channels=1,
+        fit=options.fit,
+        interpolation="nearest",
+        color_space="classes",
+    )
+    return (images,) if options.masks is None else (images, masks)
+
+
+def _original() -> FieldSpec:
+    return FieldSpec(
+        name=IMAGES,
+        encoding="original",
+        height=0,
+        width=0,
+        channels=3,
+        fit="keep",
+        interpolation="none",
+        color_space="JPEG",
+    )
+
+
+def _among(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def _in_range(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UsageError(f"{name}={value} is out of range: give {least} to {most}")

@@ -1,0 +1,226 @@
+"""One run of packing: from a folder or a dataset to one finished file."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from h5feed.errors import PackError, UsageError
+from h5feed.packing.dataset_source import DatasetSource
+from h5feed.packing.decode import MAX_PIXELS
+from h5feed.packing.encode import Job, Record, row_type
+from h5feed.packing.journal import Header, Journal, JournalWriter
+from h5feed.packing.ledger import Ledger
+from h5feed.packing.options import PackOptions, field_specs
+from h5feed.packing.place import Place, check_out, check_space, lock, refuse_existing
+from h5feed.packing.result import finish, summarize, versions
+from h5feed.packing.size import stored_size
+from h5feed.packing.sources import Source, open_source
+from h5feed.packing.summary import PackSummary
+from h5feed.packing.workers import Target, pack_here, pack_in_processes
+from h5feed.progress import Progress
+from h5feed.store.layout import Encoding, Fit
+from h5feed.store.write import head_bytes
+
+__all__ = ["pack", "pack_with"]
+
+
+def pack(
+    source: Any,
+    out: str | os.PathLike[str],
+    *,
+    size: str | int | tuple[int, int] = "auto",
+    fit: Fit = "stretch",
+    store: Encoding = "raw",
+    quality: int = 90,
+    manifest: str | os.PathLike[str] | None = None,
+    masks: str | os.PathLike[str] | None = None,
+    background: tuple[int, int, int] = (255, 255, 255),
+    max_pixels: int = MAX_PIXELS,
+    non_jpeg: Literal["refuse", "reencode"] = "refuse",
+    any_size: bool = False,
+    allow_empty: bool = False,
+    on_error: Literal["skip", "fail"] = "skip",
+    max_skipped: int | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool = False,
+) -> PackSummary:
+    """Pack the pictures of `source` into the HDF5 file `out`; return what was done.
+
+    `source` is a folder, or any dataset with `len(source)` and `source[i] == (image, label)`:
+    image a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), label a class number
+    or numeric targets. A dataset is read in this process, one item after the other, and cannot
+    be resumed. `size` is "auto", S, "HxW" or (H, W); the other options are `PackOptions`', one
+    for one. `progress` shows a bar or lines on stderr.
+
+    Raises UsageError for a wrong argument and PackError when packing cannot finish; its text
+    says what was kept to resume from. `out` is the finished file or not there at all.
+    """
+    options = PackOptions(
+        size=_size_text(size),
+        fit=fit,
+        store=store,
+        quality=quality,
+        manifest=None if manifest is None else Path(manifest),
+        masks=None if masks is None else Path(masks),
+        background=background,
+        max_pixels=max_pixels,
+        non_jpeg=non_jpeg,
+        any_size=any_size,
+        allow_empty=allow_empty,
+        on_error=on_error,
+        max_skipped=max_skipped,
+        workers=workers,
+        overwrite=overwrite,
+        resume=resume,
+    )
+    return pack_with(source, out, options, progress=progress)
+
+
+def pack_with(
+    source: Any, out: str | os.PathLike[str], options: PackOptions, *, progress: bool = False
+) -> PackSummary:
+    """Do what `pack` does, with the options in one object."""
+    began = time.monotonic()
+    options.check()
+    place = Place(Path(out))
+    check_out(place, Path(source) if _is_path(source) else None, options)
+    pictures = _open(source, options)
+    specs = field_specs(options, stored_size(pictures, options))
+    ledger = Ledger(Job(source=pictures, specs=specs, options=options))
+    with lock(place.journal):
+        resumed = _run(place, ledger, progress)
+    return summarize(place, ledger, resumed=resumed, began=began)
+
+
+def _size_text(size: str | int | tuple[int, int]) -> str:
+    return "x".join(map(str, size)) if isinstance(size, tuple | list) else str(size)
+
+
+def _is_path(source: Any) -> bool:
+    return isinstance(source, str | os.PathLike)
+
+
+def _open(source: Any, options: PackOptions) -> Source | DatasetSource:
+    if _is_path(source):
+        return open_source(
+            source,
+            manifest=options.manifest,
+            masks=options.masks,
+            allow_empty=options.allow_empty,
+        )
+    for name in ("manifest", "masks", "resume"):
+        if getattr(options, name):
+            raise UsageError(
+                f"{name}={getattr(options, name)} needs a folder, and source is a dataset"
+            )
+    if options.store == "original":
+        raise UsageError("store=original needs a folder of files, and source is a dataset")
+    return DatasetSource(source, background=options.background)
+
+
+def _run(place: Place, ledger: Ledger, progress: bool) -> int:
+    """Pack and finish; return how many pictures an earlier run had done."""
+    journal, records = _open_journal(place, ledger.job)
+    try:
+        for record in records:
+            ledger.accept(record)
+        resumed = ledger.stop
+        if place.partial.exists():
+            check_space(place, ledger.job)
+            _fill(place, ledger, journal, progress)
+        if not ledger.count:
+            why = ", ".join(ledger.skipped_by_reason())
+            raise PackError(f"none of the {ledger.total:,} pictures can be packed: {why}")
+        finish(place, ledger)
+    except (PackError, OSError, KeyboardInterrupt) as ex:
+        raise _explain(ex, place, ledger, journal) from ex
+    except UsageError:  # an item of a dataset is not what packing takes
+        place.discard(ledger.job.specs)
+        raise
+    finally:
+        journal.close()
+    return resumed
+
+
+def _open_journal(place: Place, job: Job) -> tuple[Journal, list[Record]]:
+    """Open what an earlier run left, with what it holds; or begin anew."""
+    source = job.source
+    header = Header(
+        source=source.digest() if isinstance(source, Source) else "",
+        count=len(source),
+        content=job.options.content(),
+        versions=versions(),
+    )
+    if job.options.resume:
+        opened = Journal.reopen(place.journal, header, row_type(job.specs))
+        if opened is not None and place.holds(job, opened[1]):
+            return opened
+    refuse_existing(place, job.options)
+    place.begin(job.specs)
+    return Journal.create(place.journal, header, row_type(job.specs)), []
+
+
+def _fill(place: Place, ledger: Ledger, journal: Journal, progress: bool) -> None:
+    """Bring the pixels of all pictures that `ledger` lacks into the payload files."""
+    job = ledger.job
+    paths = place.payloads(job.specs)
+    target = Target(paths, (head_bytes(job.specs), *(0 for _ in paths[1:])))
+    with (
+        Progress(ledger.total, "packing", show=progress, done=ledger.stop) as bar,
+        JournalWriter(journal, paths) as writer,
+    ):
+        ledger.say = bar.say
+        for note in getattr(job.source, "notes", ()):
+            bar.say(note)
+
+        def tick(records: Sequence[Record]) -> None:
+            bar.advance(sum(record.stop - record.start for record in records))
+            writer.add(records)
+            writer.poll()
+
+        try:
+            workers = _worker_count(ledger)
+            if workers:
+                pack_in_processes(job, target, ledger, tick, workers)
+            else:
+                pack_here(job, target, ledger, tick)
+            writer.finish()
+        except BaseException:
+            with suppress(OSError):  # what is said is the first error
+                writer.finish()
+            raise
+
+
+def _worker_count(ledger: Ledger) -> int:
+    wanted = ledger.job.options.workers
+    if isinstance(ledger.job.source, DatasetSource):
+        return 0
+    if wanted is None:
+        wanted = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(wanted, ledger.total - ledger.stop)
+
+
+def _explain(
+    error: PackError | OSError | KeyboardInterrupt, place: Place, ledger: Ledger, journal: Journal
+) -> PackError | KeyboardInterrupt:
+    """Add to an error what is kept; where nothing is, leave nothing behind."""
+    if isinstance(error, OSError):
+        what = f"cannot write {error.filename or place.partial}: {error.strerror or error}"
+    else:
+        what = str(error) or "interrupted"
+    if not (journal.stop and ledger.count) or isinstance(ledger.job.source, DatasetSource):
+        place.discard(ledger.job.specs)
+        kept = "nothing was kept"
+    else:
+        kept = (
+            f"{journal.stop:,} of {ledger.total:,} pictures are kept in {place.partial}: the same "
+            "command with --resume goes on"
+        )
+    kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else PackError
+    return kind(f"{what}; {kept}")

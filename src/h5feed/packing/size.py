@@ -1,0 +1,69 @@
+"""The stored size that `--size auto` stands for, from the headers of a sample of the pictures."""
+
+import os
+import stat
+from collections.abc import Iterator
+
+from h5feed.errors import PackError
+from h5feed.packing.dataset_source import DatasetSource
+from h5feed.packing.decode import DecodeError, read_size
+from h5feed.packing.options import PackOptions
+from h5feed.packing.sizing import auto_size, check_size
+from h5feed.packing.sources import Source
+
+__all__ = ["stored_size"]
+
+_SAMPLED_FILES = 2000
+_SAMPLED_ITEMS = 100
+_HEAD_BYTES = 64 << 10
+
+
+def stored_size(source: Source | DatasetSource, options: PackOptions) -> tuple[int, int] | None:
+    """Return (height, width) in pixels, or None where pictures keep their own size.
+
+    `auto` looks at every k-th picture, 2,000 files at most: of 1.28 million headers it needs
+    seconds instead of an hour on a cold disk, and the median hardly moves.
+    """
+    if options.store == "original":
+        return None
+    if options.size != "auto":
+        return check_size(options.size, any_size=options.any_size)
+    sides = list(_short_sides(source, options))
+    if not sides:
+        raise PackError("size=auto: not one picture of those looked at can be read; check SRC")
+    side = auto_size(sides)
+    return side, side
+
+
+def _short_sides(source: Source | DatasetSource, options: PackOptions) -> Iterator[int]:
+    if isinstance(source, DatasetSource):
+        for index in _sample(len(source), _SAMPLED_ITEMS):
+            try:
+                yield min(source.rgb(index).shape[:2])
+            except DecodeError:
+                continue
+        return
+    for index in _sample(len(source), _SAMPLED_FILES):
+        try:
+            yield min(_read_size(source.path(index), options.max_pixels))
+        except (DecodeError, OSError):
+            continue
+
+
+def _sample(count: int, most: int) -> range:
+    return range(0, count, max(1, -(-count // most)))
+
+
+def _read_size(path: bytes, max_pixels: int) -> tuple[int, int]:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would wait for its writer for good
+        raise DecodeError("not a regular file")
+    with open(path, "rb", buffering=0) as file:
+        head = file.read(_HEAD_BYTES)
+        try:
+            return read_size(head, max_pixels=max_pixels)
+        except DecodeError:
+            # A TIFF's directory may lie at the end, a JPEG's behind a large thumbnail.
+            rest = file.read() if len(head) == _HEAD_BYTES else b""
+            if not rest:
+                raise
+            return read_size(head + rest, max_pixels=max_pixels)

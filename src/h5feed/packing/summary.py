@@ -1,0 +1,94 @@
+"""What a run of packing did, for people and for programs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from h5feed.store.layout import FieldSpec
+
+__all__ = ["PackSummary", "describe_fit", "in_bytes"]
+
+_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSummary:
+    """What was packed; `str()` of it is what `pack-h5` prints."""
+
+    out: str
+    items: int
+    """Pictures in the file."""
+    classes: int
+    resumed: int
+    """Pictures that an earlier, interrupted run had looked at already."""
+    bytes_in: int
+    """Bytes of the packed pictures' files; 0 where the source was a dataset."""
+    bytes_out: int
+    """Bytes of the packed file."""
+    seconds: float
+    images_per_second: float
+    """Over the pictures of this run."""
+    skipped: tuple[tuple[str, str], ...]
+    """(key, reason) of each picture that was skipped."""
+    skipped_by_reason: dict[str, int]
+    fit: str
+    """What --fit did, in words."""
+
+    def to_json(self) -> str:
+        """Return the summary as one JSON object."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(fields)
+
+    def __str__(self) -> str:
+        size = f"{in_bytes(self.bytes_out)}"
+        if self.bytes_in:
+            size += f" from {in_bytes(self.bytes_in)} of files"
+        lines = [
+            f"{self.out}: {_count(self.items, 'picture')}, "
+            + (_count(self.classes, "class", "classes") if self.classes else "no classes")
+            + f", {size}",
+            f"{self.seconds:.1f} s"
+            + (f", {self.images_per_second:,.0f} img/s" if self.images_per_second else "")
+            + (f" ({self.resumed:,} were done before)" if self.resumed else ""),
+            self.fit,
+        ]
+        if self.skipped:
+            lines.append(f"{_count(len(self.skipped), 'picture')} skipped:")
+            lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]
+        return "\n".join(lines)
+
+
+def describe_fit(specs: Sequence[FieldSpec], source_shapes: np.ndarray[Any, Any]) -> str:
+    """Say what became of the pictures' sizes; `source_shapes` is (N, 2), height and width."""
+    images = specs[0]
+    height, width = (int(side) for side in np.median(source_shapes, axis=0))
+    if images.encoding == "original":
+        return f"original: the JPEG files' own bytes, median {width}x{height}"
+    begin = f"{images.fit}: {width}x{height} (median) → "
+    if images.fit == "keep":
+        return begin + f"short side {images.height}, proportions kept"
+    begin += f"{images.width}x{images.height}"
+    if images.fit != "stretch":
+        return begin + {"crop": ", centre cut out", "pad": ", letterboxed"}[images.fit]
+    ratios = source_shapes[:, 1] * images.height / (source_shapes[:, 0] * images.width)
+    if np.allclose(ratios, 1):
+        return begin
+    return (
+        f"{begin}: proportions change; H5Loader undoes that in its crops. Other code: "
+        'H5Dataset(..., aspect="source"), or pack with --fit keep'
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def in_bytes(number: int) -> str:
+    """Return a number of bytes as people say it: 98.4 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

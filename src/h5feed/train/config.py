@@ -1,0 +1,314 @@
+"""What a training run is made of: one typed tree, which is the CLI and the run's config.json."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from h5feed.errors import UsageError
+from h5feed.train.large_batch import Scaling, scale_lr
+
+__all__ = [
+    "DataConfig",
+    "DebugConfig",
+    "DistributedConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RecipeConfig",
+    "ScheduleConfig",
+    "SpeedConfig",
+    "TrainConfig",
+]
+
+LoaderName = Literal["h5loader", "dataloader", "imagefolder", "synthetic"]
+ScheduleName = Literal["constant", "onecycle", "cyclic", "cosine", "linear", "step"]
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+CropName = Literal["auto", "random-resized", "random-crop", "none"]
+CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
+DebugTool = Literal["off", "anomaly", "profile", "gradcheck", "nvtx"]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(config: object, least: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value >= least:
+            raise UsageError(f"{_flag(name)} {value} is too small: it must be at least {least:g}")
+
+
+def _above_zero(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise UsageError(f"{_flag(name)} {value} is too small: it must be above 0")
+
+
+def _below_one(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise UsageError(
+                f"{_flag(name)} {value} is out of range: 0 turns it off, 1 is too much"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What is trained."""
+
+    model: str = "resnet18"
+    """resnet9 (for 32 px), resnet9-small (a sixteenth of its work), resnet18, unet,
+    torchvision:NAME, timm:NAME, or module:function, called with the number of outputs."""
+    drop_biases: bool = True
+    """Drop the bias of each layer that a batch norm follows: the norm subtracts it again."""
+    checkpoint: bool = False
+    """Gradient checkpointing: keep only each block's input, and compute the rest twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """What is learned, and how it is scored."""
+
+    task: str = "auto"
+    """classification, regression, segmentation, or module:function that returns a Task; auto
+    decides by what the file holds."""
+    num_outputs: int = 0
+    """Classes, or targets; 0 takes the number from the file."""
+    label_smoothing: float = 0.0
+    """Share of the target taken from the true class and spread over all (arXiv:1512.00567)."""
+    ignore_index: int = 255
+    """Class number in masks that is neither learned nor scored."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "num_outputs", "ignore_index")
+        _below_one(self, "label_smoothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """How pictures reach the model."""
+
+    loader: LoaderName = "h5loader"
+    """h5loader; dataloader (stock, over H5Dataset); imagefolder (stock, over torchvision's
+    ImageFolder: TRAIN and --val are folders then); synthetic (one batch again and again: the
+    ceiling)."""
+    workers: int = -1
+    """Threads of h5loader (at least one), worker processes of the stock loaders; -1 chooses."""
+    pin_memory: bool = True
+    """Stock loaders: batches in page-locked memory, so that copies to a GPU overlap (h5loader's
+    always are)."""
+    persistent_workers: bool = True
+    """Stock loaders: keep worker processes from epoch to epoch."""
+    prefetch: int = 2
+    """Batches made ahead of the one in use (by each worker process)."""
+    augment_on: Literal["auto", "cpu", "device"] = "auto"
+    """Where h5loader crops and flips."""
+    size: int = 0
+    """Side in pixels of the square pictures that the model sees; 0 takes the file's, up to 224."""
+    crop: CropName = "auto"
+    """random-resized (ImageNet's), random-crop (padded by an eighth: CIFAR's), or none;
+    auto takes random-crop up to 64 px."""
+    flip: bool = True
+    """Mirror half of the pictures, left to right."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, -1, "workers")
+        _at_least(self, 1, "prefetch")
+        _at_least(self, 0, "size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeConfig:
+    """What today's recipes add to the plain loop."""
+
+    mixup: float = 0.0
+    """Alpha of mixup (Zhang et al. 2018); 0 turns it off."""
+    cutmix: float = 0.0
+    """Alpha of CutMix (Yun et al. 2019); 0 turns it off. With mixup, each batch takes one."""
+    progressive: int = 0
+    """Side in pixels of the first epoch's pictures, growing to the full size; 0 turns it off."""
+    test_flip: bool = False
+    """Score the mean of each picture's outputs and its mirror image's."""
+    ema: float = 0.0
+    """Decay per step of an average of the weights, which is then what is scored; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "mixup", "cutmix", "progressive")
+        _below_one(self, "ema")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """How weights move."""
+
+    optimizer: Literal["adamw", "sgd", "lars", "lamb", "novograd"] = "adamw"
+    """adamw, or sgd with Nesterov momentum; for large batches lars, lamb or novograd."""
+    lr: float = 1e-3
+    """Learning rate, at the schedule's highest."""
+    lr_scaling: Scaling = "off"
+    """How --lr, given for batches of --lr-batch, follows --batch-size: linear (for sgd) or sqrt
+    (for the others); needs a warm-up."""
+    lr_batch: int = 256
+    """Batch size that --lr is meant for, with --lr-scaling."""
+    momentum: float = 0.9
+    """Momentum of sgd and lars, first beta of the others."""
+    weight_decay: float = 0.05
+    """Decoupled for adamw and lamb, L2 for sgd and lars (where 5e-4 is usual)."""
+    decay_norms: bool = False
+    """Let weight decay act on norms and biases as well (He et al. 2019 leave them out)."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """One kernel for all weights, one per operation, or one per weight and operation (adamw and
+    sgd; the others take one per operation)."""
+    set_to_none: bool = True
+    """Forget gradients rather than filling them with zeros."""
+    clip_norm: float = 0.0
+    """Largest norm of all gradients together; 0 turns it off."""
+    clip_value: float = 0.0
+    """Largest magnitude of each gradient; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "lr")
+        _at_least(self, 1, "lr_batch")
+        _below_one(self, "momentum")
+        _at_least(self, 0, "weight_decay", "clip_norm", "clip_value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """How the learning rate moves, step by step."""
+
+    schedule: ScheduleName = "cosine"
+    """onecycle (Smith & Topin 2018), cyclic (triangular2, Smith 2017), cosine, linear or step
+    after the warm-up, or constant."""
+    warmup: float = 0.1
+    """Share of all steps over which the rate climbs from near 0 (onecycle: to its peak)."""
+    cycles: int = 4
+    """Ups and downs of cyclic."""
+    step_every: float = 0.3
+    """step: share of all steps after which the rate is multiplied by --step-factor, repeatedly."""
+    step_factor: float = 0.1
+    """step: what the rate is multiplied by."""
+
+    def __post_init__(self) -> None:
+        _below_one(self, "warmup")
+        _at_least(self, 1, "cycles")
+        _above_zero(self, "step_every", "step_factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedConfig:
+    """What changes the speed and not the result, rounding apart."""
+
+    precision: Precision = "auto"
+    """fp32 (true), tf32 (Ampere's matrix units), bf16 or fp16 autocast (fp16 with a gradient
+    scaler); auto takes bf16 on a GPU that has it, else fp32."""
+    channels_last: bool = True
+    """Weights and pictures in NHWC memory, which convolutions like."""
+    compile: CompileMode = "off"
+    """torch.compile, in this mode."""
+    compile_backend: str = "off"
+    """Backend of torch.compile for scoring: inductor, tensorrt (with torch_tensorrt), ..."""
+    cudnn_benchmark: bool = True
+    """Let cuDNN try its algorithms once for each shape (CUDA only)."""
+    accumulate: int = 1
+    """Parts that each batch is computed in, one after the other, to save memory."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "accumulate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedConfig:
+    """Several processes, one device each. Under torchrun, its processes are used."""
+
+    gpus: int = 0
+    """Processes to start, one a GPU (or several on the CPU); 0 for this process alone."""
+    sync_batchnorm: bool = False
+    """Batch norm over all processes' pictures (CUDA only)."""
+    static_graph: bool = True
+    """Promise DDP that every step uses the same weights, so that it plans once (not with
+    --accumulate, where torch fails)."""
+    bucket_view: bool = True
+    """Let gradients live in DDP's buckets: one copy and some memory less."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """What is watched and written while it runs."""
+
+    debug: DebugTool = "off"
+    """anomaly (where NaN came from), profile (trace.json and top-ops.txt), gradcheck (gradients
+    against finite differences, once), nvtx (ranges for Nsight)."""
+    log_every: int = 20
+    """Steps between two readings of the loss, the only ones that wait for the device."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0 saves after each epoch."""
+    tensorboard: bool = True
+    """Write TensorBoard's files too, when it is installed."""
+    plot: bool = True
+    """Draw curves.png at the end, when matplotlib is installed."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "log_every")
+        _at_least(self, 0, "save_every")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """A whole training run."""
+
+    train: Positional[Path]
+    """Packed file to train on (for --loader imagefolder, a folder of class folders)."""
+    val: Path | None = None
+    """Packed file (or folder) to score on after each epoch."""
+    out: Path = Path("run")
+    """Folder for config.json, metrics.jsonl, checkpoints and curves.png."""
+    resume: bool = False
+    """Go on from the last checkpoint in --out, in mid-epoch too."""
+    overwrite: bool = False
+    """Start anew where --out holds a run already."""
+    epochs: int = 10
+    """Times that every picture is seen."""
+    batch_size: int = 128
+    """Pictures per optimizer step, all processes and accumulated parts together."""
+    seed: int = 0
+    """Of weights, order and augmentation."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto takes a GPU when there is one."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "epochs", "batch_size")
+        _at_least(self, 0, "seed")
+        if self.batch_size % self.speed.accumulate:
+            raise UsageError(
+                f"--batch-size {self.batch_size} cannot be computed in "
+                f"--accumulate {self.speed.accumulate} equal parts: choose a multiple"
+            )
+        if self.optim.lr_scaling != "off" and self.schedule.warmup == 0:
+            raise UsageError(
+                f"--lr-scaling {self.optim.lr_scaling} with --warmup 0 diverges in the first "
+                "steps: leave --warmup as it is, or set --lr yourself"
+            )
+
+    @property
+    def peak_lr(self) -> float:
+        """Learning rate at the schedule's highest, at this batch size."""
+        optim = self.optim
+        return scale_lr(optim.lr, optim.lr_scaling, self.batch_size, optim.lr_batch)

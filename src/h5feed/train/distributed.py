@@ -1,0 +1,208 @@
+"""Several processes that train one model: torchrun's, or our own.
+
+One process a device with DistributedDataParallel (Li et al. 2020, arXiv:2006.15704), which
+exchanges gradients while it computes them; DataParallel copies the model at every step.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+from h5feed.errors import H5FeedError, UsageError
+from h5feed.train.config import DistributedConfig
+
+__all__ = [
+    "World",
+    "choose_device",
+    "is_main_process",
+    "join_world",
+    "last_only",
+    "start",
+    "under_torchrun",
+]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A process among those that train together."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run's files."""
+        return self.rank == 0
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Sum `values` over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def align(self, net: nn.Module) -> None:
+        """Give all processes the main one's buffers: each has batch statistics of its own."""
+        if self.size > 1:
+            for buffer in net.buffers():
+                dist.broadcast(buffer, 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's `value` (anything that pickles), by rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def wrap(self, net: nn.Module, config: DistributedConfig, *, parts: int) -> nn.Module:
+        """Return `net` as it is to be called in training: in DDP when there are several.
+
+        With several `parts` a batch, no static graph: under `no_sync` torch runs into an internal
+        assertion, and past it exchanges no gradients (pytorch #143580, #187732).
+        """
+        if self.size == 1:
+            return net
+        return DistributedDataParallel(
+            net,
+            device_ids=None if self.device.type == "cpu" else [self.device],
+            static_graph=config.static_graph and parts == 1,
+            gradient_as_bucket_view=config.bucket_view,
+        )
+
+    def synchronize_norms(self, net: nn.Module, config: DistributedConfig) -> nn.Module:
+        """Make batch norms see all processes' pictures, where asked for; UsageError on the CPU."""
+        if not config.sync_batchnorm:
+            return net
+        if self.device.type == "cpu":
+            raise UsageError(
+                "--sync-batchnorm needs GPUs: torch has no SyncBatchNorm on the CPU. Leave it "
+                "out, or take a model without batch norm"
+            )
+        synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # type: ignore[no-untyped-call]
+        return synchronized
+
+
+def last_only(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    """Exchange gradients in the last part of a batch alone."""
+    if last or not hasattr(model, "no_sync"):
+        return nullcontext()
+    return model.no_sync()  # type: ignore[no-any-return, operator]
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """Return the device for --device `name`; UsageError where there is none such."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as ex:
+        raise UsageError(f"--device {name!r} is not a device: cpu, cuda, cuda:N or auto") from ex
+    if device.type == "cuda":
+        index = local_rank if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise UsageError(
+                f"--device {name} (process {local_rank}) needs {index + 1} GPUs, and torch sees "
+                f"{torch.cuda.device_count()}"
+            )
+        return torch.device("cuda", index)
+    return device
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started by torchrun or the like."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all: rank 0 under torchrun, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def join_world(device: str) -> Iterator[World]:
+    """Take this process's place among torchrun's, by its environment; alone without it.
+
+    A process group that exists already is used and left in place, so that several runs can
+    follow one another: a second one at the same address may meet what is left of the first.
+    """
+    if not under_torchrun():
+        chosen = choose_device(device)
+        with _current(chosen):
+            yield World(rank=0, size=1, device=chosen)
+        return
+    chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    with _current(chosen), _process_group(chosen):
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=chosen)
+
+
+@contextmanager
+def _process_group(device: torch.device) -> Iterator[None]:
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def start(function: Callable[[Any], Result], config: Any, processes: int) -> Result:
+    """Run `function(config)` in `processes` new processes that form a world.
+
+    Returns what rank 0 returns; raises the first H5FeedError that any of them raises.
+    """
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    try:
+        start_processes(  # type: ignore[no-untyped-call]
+            _process,
+            args=(function, config, processes, _free_port(), results),
+            nprocs=processes,
+            start_method="spawn",
+        )
+    except ProcessExitedException:
+        if results.empty():
+            raise
+        raise results.get() from None
+    return results.get()  # type: ignore[no-any-return]
+
+
+def _process(
+    rank: int, function: Callable[[Any], Any], config: Any, size: int, port: int, results: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        result = function(config)
+    except H5FeedError as ex:
+        results.put(ex)
+        raise SystemExit(1) from ex
+    if rank == 0:
+        results.put(result)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

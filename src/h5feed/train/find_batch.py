@@ -1,0 +1,213 @@
+"""Which batch sizes fit into memory, and how fast each is."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+
+import torch
+
+from h5feed.errors import H5FeedError, UsageError
+from h5feed.train.distributed import World
+from h5feed.train.step import Batch, TrainStep
+from h5feed.train.trial import kept
+
+__all__ = ["BatchRange", "BatchSizes", "BatchTrial", "find_batch", "is_out_of_memory"]
+
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cudnn_status_alloc_failed",
+    "cublas_status_alloc_failed",
+)
+_WARMUP = 2
+"""Steps before the clock starts: the optimizer's state is made, kernels are chosen."""
+_NEARLY = 0.98
+"""A size this near to the highest speed is as good, and the smaller one is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRange:
+    """Which sizes are tried."""
+
+    smallest: int = 8
+    """First size; it is doubled until memory is full."""
+    largest: int = 8192
+    """Size above which none is tried."""
+    steps: int = 5
+    """Timed steps of each size."""
+    memory: float = 0.8
+    """On the CPU: share of the available memory that a size may be expected to need (asking for
+    more would end the process, not raise an error)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.smallest <= self.largest:
+            raise UsageError(
+                f"--smallest {self.smallest} and --largest {self.largest}: sizes are at least 1, "
+                "and climb from the smallest to the largest"
+            )
+        if self.steps < 1:
+            raise UsageError(f"--steps {self.steps} is too few: give 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTrial:
+    """One size."""
+
+    batch_size: int
+    images_per_second: float | None
+    """Median over the timed steps; None when the size does not fit."""
+    memory_bytes: int | None
+    """The highest so far: of the GPU's allocations, on the CPU of the process."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step could be made."""
+        return self.images_per_second is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """What was found."""
+
+    trials: tuple[BatchTrial, ...]
+    """By size."""
+    full: bool
+    """Whether a size was met that does not fit; otherwise larger ones than tried may fit."""
+
+    @property
+    def largest(self) -> BatchTrial:
+        """The largest size that fits."""
+        return [trial for trial in self.trials if trial.fits][-1]
+
+    @property
+    def fastest(self) -> BatchTrial:
+        """The smallest size within 2 % of the highest speed."""
+        best = max(trial.images_per_second or 0.0 for trial in self.trials)
+        return next(t for t in self.trials if (t.images_per_second or 0.0) >= _NEARLY * best)
+
+
+def find_batch(
+    step: TrainStep,
+    make_batch: Callable[[int], Batch],
+    world: World,
+    options: BatchRange,
+    tell: Callable[[BatchTrial], None] = lambda _trial: None,
+) -> BatchSizes:
+    """Try sizes, doubling until one does not fit, then halving the gap to a sixteenth.
+
+    `make_batch` returns a batch of a given size, on the device. After each trial the step and
+    the generators are exactly as they were. Raises H5FeedError when not even the smallest fits.
+    """
+    trials: dict[int, BatchTrial] = {}
+
+    def fits(size: int) -> bool:
+        if _too_much(size, trials, world.device, options.memory):
+            trial = BatchTrial(batch_size=size, images_per_second=None, memory_bytes=None)
+        else:
+            trial = _try(step, make_batch, world, size, options.steps)
+        trials[size] = trial
+        tell(trial)
+        return trial.fits
+
+    size = options.smallest
+    while (good := fits(size)) and size < options.largest:
+        size = min(2 * size, options.largest)
+    if not good and size == options.smallest:
+        raise H5FeedError(
+            f"not even a batch of {size} fits into memory: try --smallest 1, --checkpoint, "
+            "smaller pictures (--size) or --precision bf16"
+        )
+    if not good:
+        _close_in(fits, low=max(s for s, trial in trials.items() if trial.fits), high=size)
+    return BatchSizes(trials=tuple(trials[size] for size in sorted(trials)), full=not good)
+
+
+def _close_in(fits: Callable[[int], bool], *, low: int, high: int) -> None:
+    """Halve the gap between a size that fits and one that does not."""
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+
+
+def _try(
+    step: TrainStep, make_batch: Callable[[int], Batch], world: World, size: int, steps: int
+) -> BatchTrial:
+    device, seconds = world.device, None
+    torch.compiler.reset()  # else a second size would be compiled for every size, and slower
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        with kept(step, world):
+            seconds = _time(step, make_batch(size), steps, device)
+    except (RuntimeError, MemoryError) as ex:
+        if not is_out_of_memory(ex):
+            raise
+    # Here, not above: the error's traceback holds the tensors that filled the memory.
+    gc.collect()
+    memory = _peak_memory(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    rate = None if seconds is None else size / seconds
+    return BatchTrial(batch_size=size, images_per_second=rate, memory_bytes=memory)
+
+
+def _time(step: TrainStep, batch: Batch, steps: int, device: torch.device) -> float:
+    """Return the median seconds of a step on `batch`."""
+    taken = []
+    for _ in range(_WARMUP + steps):
+        began = time.perf_counter()
+        step(repeat(batch))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[_WARMUP:])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on a device or in the machine."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
+
+
+def _too_much(size: int, trials: dict[int, BatchTrial], device: torch.device, share: float) -> bool:
+    """Whether the CPU's memory would run out, going by how it grew from size to size."""
+    known = sorted((t.batch_size, t.memory_bytes) for t in trials.values() if t.memory_bytes)
+    available = _available_memory()
+    if device.type != "cpu" or available is None or len(known) < 2:
+        return False
+    (less, before), (more, after) = known[-2:]
+    growth = (after - before) / (more - less)
+    return after + growth * (size - more) > share * available
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _proc_bytes(Path("/proc/self/status"), "VmHWM:")
+
+
+def _available_memory() -> int | None:
+    """Return the bytes that this process could hold, those that it holds now included."""
+    free = _proc_bytes(Path("/proc/meminfo"), "MemAvailable:")
+    held = _proc_bytes(Path("/proc/self/status"), "VmRSS:")
+    return None if free is None or held is None else free + held
+
+
+def _proc_bytes(path: Path, name: str) -> int | None:
+    """Return a number of kB from /proc in bytes; None outside Linux."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(name)]
+    return 1024 * int(found[0]) if found else None

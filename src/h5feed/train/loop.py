@@ -1,0 +1,112 @@
+"""The training loop, to be read and copied: `train` sets the stage, `run_epochs` is the loop."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from h5feed.train.compiled import for_scoring
+from h5feed.train.config import TrainConfig
+from h5feed.train.curves import draw_curves
+from h5feed.train.data import Data
+from h5feed.train.debug import check_gradients, debugging
+from h5feed.train.distributed import join_world, start, under_torchrun
+from h5feed.train.evaluate import evaluate
+from h5feed.train.log import open_run
+from h5feed.train.precision import backends, choose_precision
+from h5feed.train.recorder import Summary
+from h5feed.train.saver import weights_are_finite
+from h5feed.train.setup import Run, prepare
+from h5feed.train.sources import open_data
+
+__all__ = ["run_epochs", "train"]
+
+
+def train(config: TrainConfig, data: Data | None = None) -> Summary:
+    """Train as `config` says, in one process or several, and return how it went.
+
+    `data` takes the place of the files that `config` names. Writes config.json, metrics.jsonl,
+    checkpoints and curves.png into `config.out`. Raises UsageError for what cannot be trained,
+    and LossError when the loss becomes NaN; the last good checkpoint is kept then.
+    """
+    if config.distributed.gpus > 1 and not under_torchrun():
+        return start(train, config, config.distributed.gpus)
+    with join_world(config.device) as world:
+        precision = choose_precision(config.speed, world.device)
+        data = data or open_data(config, world)
+        open_run(config, world)
+        with (
+            backends(precision, cudnn_benchmark=config.speed.cudnn_benchmark),
+            debugging(config.debug.debug, config.out, world.device) as after_step,
+        ):
+            run = prepare(config, data, world, precision)
+            if config.debug.debug == "gradcheck":
+                batches = data.train_loader(data.size)
+                check_gradients(run.step.net, run.step.task, next(iter(batches)))
+            with run.recorder:
+                run_epochs(run, after_step)
+        if world.is_main and config.debug.plot:
+            try:
+                draw_curves(config.out, run.recorder.summary.metric)
+            except ImportError as ex:
+                run.recorder.say(f"no curves.png: {ex}")
+        return run.recorder.summary
+
+
+def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
+    """Train from where the run stands to the end of its last epoch."""
+    config, step = run.config, run.step
+
+    while step.count < config.epochs * run.steps_per_epoch:
+        epoch = step.count // run.steps_per_epoch
+        end = (epoch + 1) * run.steps_per_epoch
+
+        batches = run.recorder.waiting(run.loaders.at(epoch))
+        while step.count < end:
+            loss, score = step(batches)  # forward, backward, optimizer; waits for nothing
+            run.recorder.add(loss, score)
+            after_step()
+            if is_due(config.debug.log_every, step.count):
+                report(run, epoch)
+            if is_due(config.debug.save_every, step.count) and step.count < end:
+                save(run, epoch)
+        batches.close()
+
+        report(run, epoch)
+        is_best = score_epoch(run, epoch)
+        if epoch + 1 < config.epochs:
+            run.loaders.at(epoch + 1)
+        save(run, epoch, best=is_best)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something done `every` steps comes after `step`; never when `every` is 0."""
+    return every > 0 and step % every == 0
+
+
+def report(run: Run, epoch: int) -> None:
+    """Read the losses since the last report: the only moment that waits for the device."""
+    run.recorder.report(run.step.count, epoch, run.step.lr)
+
+
+def score_epoch(run: Run, epoch: int) -> bool:
+    """Score the averaged weights, or the weights; returns whether they are the best so far."""
+    if run.data.val_loader is None:
+        return False
+    step = run.step
+    with step.ema.swapped_in() if step.ema is not None else nullcontext():
+        run.world.align(step.net)
+        loss, metric = evaluate(
+            for_scoring(step.net, run.config.speed.compile_backend),
+            run.data.val_loader,
+            step.task,
+            run.world,
+            step.autocast,
+            flip=run.config.recipe.test_flip,
+        )
+    return run.recorder.scored(step.count, epoch, loss, metric)
+
+
+def save(run: Run, epoch: int, *, best: bool = False) -> None:
+    """Save the run, unless its loss or its weights have become NaN."""
+    report(run, epoch)
+    run.recorder.check_weights(weights_are_finite(run.step.net), run.step.count, epoch)
+    run.saver.save({"step": run.step.count, "best": run.recorder.summary.best}, best=best)

@@ -1,0 +1,68 @@
+"""Number formats, and the switches of torch's backends.
+
+Mixed precision is Micikevicius et al. 2018 (arXiv:1710.03740) by torch.amp; TF32 and cuDNN's
+autotuner are described in PyTorch's notes on CUDA and its Performance Tuning Guide.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+
+from h5feed.errors import UsageError
+from h5feed.train.config import SpeedConfig
+
+__all__ = ["backends", "choose_precision", "make_autocast", "make_scaler"]
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_precision(config: SpeedConfig, device: torch.device) -> str:
+    """Return fp32, tf32, bf16 or fp16; UsageError where `device` does not have it."""
+    wanted = config.precision
+    on_cuda = device.type == "cuda"
+    ampere = on_cuda and torch.cuda.get_device_capability(device) >= (8, 0)
+    if wanted == "auto":
+        return "bf16" if ampere else "fp32"
+    if wanted == "tf32" and not ampere:
+        raise UsageError(
+            f"--precision tf32 needs a GPU of compute capability 8.0 or more, and {device} is "
+            "none: use fp32"
+        )
+    if wanted == "bf16" and on_cuda and not ampere:
+        raise UsageError(
+            f"--precision bf16 needs a GPU of compute capability 8.0 or more, and {device} is "
+            "none: use fp16"
+        )
+    return wanted
+
+
+def make_autocast(precision: str, device: torch.device) -> autocast:
+    """Return the context of forward passes: bf16 or fp16 where it is safe, else nothing."""
+    dtype = _AUTOCAST.get(precision)
+    return autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def make_scaler(precision: str, device: torch.device) -> GradScaler:
+    """Return fp16's gradient scaler: small gradients would be 0 in fp16; bf16 has fp32's range."""
+    return GradScaler(device.type, enabled=precision == "fp16")
+
+
+@contextmanager
+def backends(precision: str, *, cudnn_benchmark: bool) -> Iterator[None]:
+    """Set cuDNN's autotuner and TF32 for as long as the block lasts.
+
+    fp32 means true fp32, in convolutions too, where torch's own default is TF32.
+    """
+    cudnn = torch.backends.cudnn
+    before = (cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision())
+    cudnn.benchmark = cudnn_benchmark
+    cudnn.allow_tf32 = precision != "fp32"
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.allow_tf32 = before[:2]
+        torch.set_float32_matmul_precision(before[2])

@@ -1,0 +1,70 @@
+"""What happens to a picture before the model sees it, in training and in scoring."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from h5feed._optional import require
+from h5feed.augment import (
+    CenterCrop,
+    Op,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+)
+from h5feed.train.config import DataConfig
+
+__all__ = ["scoring_ops", "to_torchvision", "training_ops"]
+
+_SMALL = 64
+"""Up to this side, pictures are the object itself, as CIFAR's: nothing is to be cropped away."""
+_DENSE_SCALE = (0.25, 1.0)
+"""Share of a scene that a crop keeps where every pixel has a label."""
+
+
+def training_ops(
+    config: DataConfig, size: int, stored: tuple[int, int] | None, *, dense: bool
+) -> list[Op]:
+    """Return the ops for pictures of `size` px from ones stored as (height, width).
+
+    `stored` is None where stored pictures have several sizes.
+    random-crop pads by an eighth (4 of 32 px, as in He et al. 2016); random-resized is Szegedy
+    et al. 2015 as torchvision has it.
+    """
+    crop = config.crop
+    if crop == "auto":
+        crop = "random-crop" if size <= _SMALL and not dense else "random-resized"
+    ops: list[Op] = []
+    if crop == "random-resized":
+        scale = _DENSE_SCALE if dense else RandomResizedCrop.scale
+        ops.append(RandomResizedCrop(size, scale=scale))
+    elif stored != (size, size):
+        ops.append(Resize((size, size)))
+    if crop == "random-crop":
+        ops.append(RandomCrop(size, padding=max(1, size // 8)))
+    return [*ops, RandomHorizontalFlip()] if config.flip else ops
+
+
+def scoring_ops(
+    config: DataConfig, size: int, stored: tuple[int, int] | None, *, dense: bool
+) -> list[Op]:
+    """Return the ops for scoring: the middle 7/8 of photos, the whole of everything else.
+
+    224 of 256 px is what ImageNet's accuracies are stated for.
+    """
+    if config.crop in ("auto", "random-resized") and size > _SMALL and not dense:
+        return [Resize(round(size * 8 / 7)), CenterCrop(size)]
+    return [] if stored == (size, size) else [Resize((size, size))]
+
+
+def to_torchvision(ops: Sequence[Op]) -> Any:
+    """Return torchvision's transform that does the same; the ops have its names and arguments."""
+    v2 = require("torchvision.transforms.v2", "train")
+    made = [getattr(v2, type(op).__name__)(**_arguments(op)) for op in ops]
+    return v2.Compose(made) if made else v2.Identity()
+
+
+def _arguments(op: Any) -> dict[str, Any]:
+    ours_alone = ("interpolation", "antialias")  # whose defaults mean the same in torchvision
+    return {f.name: getattr(op, f.name) for f in fields(op) if f.name not in ours_alone}

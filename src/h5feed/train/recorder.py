@@ -1,0 +1,194 @@
+"""What is known of a run while it goes on: read from the device seldom, shown and written."""
+
+import math
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from h5feed.errors import H5FeedError
+from h5feed.progress import Progress
+from h5feed.train.config import TrainConfig
+from h5feed.train.distributed import World
+from h5feed.train.log import LAST, MetricsLog, memory_mb
+from h5feed.train.step import Batch
+from h5feed.train.tasks import Task
+
+__all__ = ["LossError", "Meter", "Recorder", "Summary"]
+
+
+class LossError(H5FeedError):
+    """The loss became NaN or infinite."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary:
+    """How a run went."""
+
+    out: Path
+    """Its folder."""
+    metric: str
+    """Name of the task's metric."""
+    steps: int = 0
+    """Optimizer steps done, those before a resume included."""
+    train: dict[str, float] = field(default_factory=dict)
+    """The last reading of the training loss and what goes with it."""
+    val: dict[str, float] = field(default_factory=dict)
+    """The last scoring: loss and metric."""
+    best: float | None = None
+    """The best metric of all scorings."""
+    seconds: float = 0.0
+    """Of training and scoring, without what came before the first step."""
+
+
+class Meter:
+    """Loss and score since the last reading, as sums that stay on the device."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task, self._world = task, world
+        self.steps = 0
+        self._loss: Tensor | None = None
+        self._score: Tensor | None = None
+
+    def add(self, loss: Tensor, score: Tensor) -> None:
+        """Count a step by device tensors without graph; does not wait for the device."""
+        self.steps += 1
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._score = score if self._score is None else self._score + score
+
+    def read(self) -> tuple[float, float]:
+        """Wait for the device; return mean loss and metric of all processes, and start anew."""
+        assert self._loss is not None
+        assert self._score is not None
+        loss = self._world.add_up(self._loss / (self.steps * self._world.size)).item()
+        metric = self._task.value(self._world.add_up(self._score))
+        self.steps, self._loss, self._score = 0, None, None
+        return loss, metric
+
+
+class Recorder:
+    """Shows a run on a progress line and writes its metrics, on the main process alone."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        world: World,
+        *,
+        done: int,
+        total: int,
+        best: float | None,
+    ) -> None:
+        """`done` and `total` are optimizer steps, `best` the best metric before them."""
+        self._config, self._task, self._world = config, task, world
+        self._epochs = config.epochs
+        self._meter = Meter(task, world)
+        self._log = MetricsLog(config.out, world, step=done, tensorboard=config.debug.tensorboard)
+        self._progress = Progress(
+            total * config.batch_size,
+            "train",
+            show=world.is_main,
+            done=done * config.batch_size,
+        )
+        self._waited = 0.0
+        self._began = self._read = time.perf_counter()
+        self.summary = Summary(out=config.out, metric=task.metric, steps=done, best=best)
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.summary.seconds = time.perf_counter() - self._began
+        self._progress.__exit__(kind, error, trace)
+        self._log.close()
+
+    def say(self, text: str) -> None:
+        """Show one line."""
+        self._progress.say(text)
+
+    def waiting(self, batches: Iterable[Batch]) -> Generator[Batch]:
+        """Yield from `batches`, counting the seconds until each is there."""
+        source = iter(batches)
+        while True:
+            began = time.perf_counter()
+            batch = next(source, None)
+            self._waited += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    def add(self, loss: Tensor, score: Tensor) -> None:
+        """Count a step; does not wait for the device."""
+        self._meter.add(loss, score)
+        self._progress.advance(self._config.batch_size)
+
+    def report(self, step: int, epoch: int, lr: float) -> None:
+        """Read, write and show the steps since the last report, if any.
+
+        Raises LossError when their loss is not a number; in all processes alike.
+        """
+        steps = self._meter.steps
+        if not steps:
+            return
+        loss, metric = self._meter.read()
+        if not math.isfinite(loss):
+            raise LossError(self._what_broke(f"loss is {loss}", step, epoch))
+        seconds = time.perf_counter() - self._read
+        values = {
+            "loss": loss,
+            self._task.metric: metric,
+            "lr": lr,
+            "images_per_s": steps * self._config.batch_size / seconds,
+            "data_wait": min(1.0, self._waited / seconds),
+            "memory_mb": memory_mb(self._world.device),
+        }
+        self._log.write("train", step, epoch, values)
+        self._progress.note(self._note(epoch, values))
+        self.summary.steps, self.summary.train = step, values
+        self._resume_clock()
+
+    def scored(self, step: int, epoch: int, loss: float, metric: float) -> bool:
+        """Write and show a scoring; returns whether its metric is the best so far."""
+        self.summary.val = {"loss": loss, self._task.metric: metric}
+        self._log.write("val", step, epoch, self.summary.val)
+        best = self.summary.best
+        self._progress.say(
+            f"epoch {epoch + 1} of {self._epochs}: train loss {self.summary.train['loss']:.4f}, "
+            f"val loss {loss:.4f}, val {self._task.metric} {metric:.4f}"
+        )
+        self._resume_clock()
+        if best is None or (metric > best) == self._task.higher_is_better:
+            self.summary.best = metric
+            return True
+        return False
+
+    def check_weights(self, finite: bool, step: int, epoch: int) -> None:
+        """Raise LossError unless the weights about to be saved are `finite`."""
+        if not finite:
+            raise LossError(self._what_broke("a weight is NaN or infinite", step, epoch))
+
+    def _resume_clock(self) -> None:
+        self._waited, self._read = 0.0, time.perf_counter()
+
+    def _note(self, epoch: int, values: dict[str, float]) -> str:
+        return (
+            f"epoch {epoch + 1}/{self._epochs}, loss {values['loss']:.4f}, "
+            f"{self._task.metric} {values[self._task.metric]:.3f}, "
+            f"waiting for data {values['data_wait']:.0%}, {values['memory_mb']:,.0f} MB"
+        )
+
+    def _what_broke(self, what: str, step: int, epoch: int) -> str:
+        last = self._config.out / LAST
+        kept = f"the last good checkpoint is {last}" if last.exists() else "nothing was saved yet"
+        return (
+            f"{what} at step {step} (epoch {epoch + 1}): {kept}. A smaller --lr, --clip-norm 1, or "
+            "with fp16 --precision bf16 may cure it; --debug anomaly shows where it begins"
+        )

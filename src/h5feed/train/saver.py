@@ -1,0 +1,85 @@
+"""When a run is saved and from what it goes on."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from h5feed.errors import UsageError
+from h5feed.train.checkpoint import Stateful, capture, load_checkpoint, restore, save_checkpoint
+from h5feed.train.config import TrainConfig
+from h5feed.train.distributed import World
+from h5feed.train.log import BEST, LAST
+
+__all__ = ["Saver", "weights_are_finite"]
+
+_RECIPE = ("epochs", "batch_size", "seed", "model", "loss", "recipe", "optim", "schedule")
+"""What a resumed run must keep; loaders, devices and precision may change."""
+
+
+class Saver:
+    """Saves `parts` of a run into its folder, and brings them back."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        parts: Mapping[str, Stateful],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """`facts` are saved as they are: what it takes to build the network again."""
+        self._recipe = {name: value for name, value in asdict(config).items() if name in _RECIPE}
+        self._out, self._world = config.out, world
+        self._parts, self._facts = parts, facts
+
+    def save(self, progress: Mapping[str, Any], *, best: bool = False) -> None:
+        """Save as last.pt, and as best.pt too where it is; all processes call it together."""
+        state = capture(self._parts, {**self._facts, "recipe": self._recipe, **progress})
+        if self._world.is_main:
+            save_checkpoint(self._out / LAST, state)
+            if best:
+                save_checkpoint(self._out / BEST, state)
+
+    def resume(self) -> dict[str, Any]:
+        """Restore last.pt and return its progress; UsageError where the recipe is another."""
+        path = self._out / LAST
+        state = load_checkpoint(path)
+        self._check_recipe(state["progress"]["recipe"], path)
+        self._check_data(state["progress"]["steps_per_epoch"], path)
+        restore(state, self._parts, path)
+        progress: dict[str, Any] = state["progress"]
+        return progress
+
+    def _check_recipe(self, saved: dict[str, Any], path: Path) -> None:
+        for name, before, now in _differences(saved, self._recipe):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"--resume: {path} was made with {flag} {before}, and now it is {now}: give the "
+                f"options it was begun with, as in --config {self._out / 'config.json'} --resume"
+            )
+
+    def _check_data(self, before: int, path: Path) -> None:
+        if before != (now := self._facts["steps_per_epoch"]):
+            raise UsageError(
+                f"--resume: {path} has {before} steps an epoch, and this data {now}: resume on the "
+                "files it was begun with"
+            )
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    found = []
+    for name, value in now.items():
+        if isinstance(value, dict):
+            found += _differences(saved.get(name, {}), value)
+        elif saved.get(name) != value:
+            found.append((name, saved.get(name), value))
+    return found
+
+
+def weights_are_finite(net: nn.Module) -> bool:
+    """Whether no weight is NaN or infinite; waits for the device once."""
+    finite = [weight.isfinite().all() for weight in net.state_dict().values()]
+    return bool(torch.stack(finite).all())

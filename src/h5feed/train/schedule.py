@@ -1,0 +1,75 @@
+"""Learning rates that move with every optimizer step."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
+
+from h5feed.train.config import ScheduleConfig
+
+__all__ = ["make_schedule", "warmup_steps"]
+
+
+def make_schedule(
+    optimizer: Optimizer, config: ScheduleConfig, lr: float, total_steps: int
+) -> LRScheduler:
+    """Return the schedule, to be stepped once after each of `total_steps` optimizer steps.
+
+    `lr` is its highest rate. onecycle and cyclic are torch's own (OneCycleLR, CyclicLR) and
+    move the momentum against the rate, as their papers do; the others multiply `lr`.
+    """
+    if config.schedule == "onecycle":
+        total = max(total_steps, 4)
+        climb = min(max(config.warmup, 2 / total), 1 - 2 / total)  # torch divides by either's steps
+        return OneCycleLR(optimizer, max_lr=lr, total_steps=total, pct_start=climb)
+    if config.schedule == "cyclic":
+        half = max(1, total_steps // (2 * config.cycles))
+        return CyclicLR(
+            optimizer,
+            base_lr=lr / 25,  # OneCycleLR's div_factor
+            max_lr=lr,
+            step_size_up=half,
+            mode="triangular2",
+            cycle_momentum=True,
+        )
+    return LambdaLR(optimizer, partial(_factor, config, total_steps))
+
+
+def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
+    """Steps over which the rate climbs."""
+    return round(config.warmup * total_steps)
+
+
+def _factor(config: ScheduleConfig, total_steps: int, step: int) -> float:
+    """What the highest rate is multiplied by at `step` (from 0)."""
+    warmup = warmup_steps(config, total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return _SHAPES[config.schedule](config, done, step / max(1, total_steps))
+
+
+def _cosine(config: ScheduleConfig, done: float, share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _linear(config: ScheduleConfig, done: float, share: float) -> float:
+    return 1 - done
+
+
+def _step(config: ScheduleConfig, done: float, share: float) -> float:
+    return config.step_factor ** int(share / config.step_every + 1e-9)
+
+
+def _constant(config: ScheduleConfig, done: float, share: float) -> float:
+    return 1.0
+
+
+_SHAPES: dict[str, Callable[[ScheduleConfig, float, float], float]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "linear": _linear,
+    "step": _step,
+}

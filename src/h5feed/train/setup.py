@@ -1,0 +1,145 @@
+"""From a configuration to a run that is ready to go.
+
+channels_last is PyTorch's tutorial "Channels Last Memory Format"; torch.compile is Ansel et al.
+2024 (doi:10.1145/3620665.3640366).
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from h5feed.errors import UsageError
+from h5feed.train.checkpoint import RandomState
+from h5feed.train.compiled import check_backend
+from h5feed.train.config import TrainConfig
+from h5feed.train.data import Data
+from h5feed.train.distributed import World
+from h5feed.train.ema import Ema
+from h5feed.train.epochs import EpochLoaders, picture_size
+from h5feed.train.models import Network, build_model
+from h5feed.train.optim import make_optimizer
+from h5feed.train.precision import make_autocast, make_scaler
+from h5feed.train.recompute import checkpoint_blocks
+from h5feed.train.recorder import Recorder
+from h5feed.train.saver import Saver
+from h5feed.train.schedule import make_schedule
+from h5feed.train.step import TrainStep
+from h5feed.train.surgery import drop_biases
+from h5feed.train.tasks import Task, make_task
+
+__all__ = ["Run", "build_network", "build_step", "choose_task", "prepare"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the loop needs."""
+
+    config: TrainConfig
+    data: Data
+    world: World
+    loaders: EpochLoaders
+    step: TrainStep
+    saver: Saver
+    recorder: Recorder
+    steps_per_epoch: int
+
+
+def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Run:
+    """Build everything, at its beginning or, with --resume, where the last checkpoint left it."""
+    task = choose_task(config, data)
+    _check(config, data, task)
+    check_backend(config.speed.compile_backend, world.device)
+    size_of = partial(picture_size, config.recipe.progressive, data.size, config.epochs)
+    loaders = EpochLoaders(data.train_loader, size_of)
+    steps_per_epoch = len(loaders) // config.speed.accumulate
+    if steps_per_epoch == 0:
+        raise UsageError(
+            f"--batch-size {config.batch_size} is more than all pictures of {config.train}: "
+            "choose a smaller one"
+        )
+    total = steps_per_epoch * config.epochs
+    net, dropped = build_network(config, data)
+    step = build_step(config, net, task, world, precision, total)
+    parts = {"loaders": loaders, **step.stateful(), "random": RandomState(world)}
+    facts: dict[str, Any] = {
+        "model": config.model.model,
+        "num_outputs": data.num_outputs,
+        "dropped_biases": dropped,
+        "steps_per_epoch": steps_per_epoch,
+    }
+    saver = Saver(config, world, parts, facts)
+    progress: dict[str, Any] = saver.resume() if config.resume else {"step": 0, "best": None}
+    step.count = progress["step"]
+    recorder = Recorder(config, task, world, done=step.count, total=total, best=progress["best"])
+    if dropped:
+        recorder.say(
+            f"dropped {len(dropped)} biases that a batch norm follows: {', '.join(dropped)}"
+        )
+    return Run(
+        config=config,
+        data=data,
+        world=world,
+        loaders=loaders,
+        step=step,
+        saver=saver,
+        recorder=recorder,
+        steps_per_epoch=steps_per_epoch,
+    )
+
+
+def choose_task(config: TrainConfig, data: Data) -> Task:
+    """Return what is learned: the user's own task, or the one that the data is for."""
+    wanted = config.loss.task
+    return make_task(wanted if ":" in wanted else data.task, config.loss, data.num_outputs)
+
+
+def _check(config: TrainConfig, data: Data, task: Task) -> None:
+    if config.recipe.progressive > data.size:
+        raise UsageError(
+            f"--progressive {config.recipe.progressive} starts above the full size, which is "
+            f"{data.size} px: start smaller, or set --size"
+        )
+    if (config.recipe.mixup or config.recipe.cutmix) and not task.num_classes:
+        raise UsageError(
+            f"--mixup and --cutmix mix class labels, and the task is {task.name}: leave them out"
+        )
+
+
+def build_network(config: TrainConfig, data: Data) -> tuple[Network, list[str]]:
+    """Build the network on the CPU, from the seed; returns the layers that lost their bias too."""
+    torch.manual_seed(config.seed)
+    model = build_model(config.model.model, data.num_outputs)
+    example = torch.randn(2, 3, data.size, data.size)
+    dropped = drop_biases(model, example) if config.model.drop_biases else []
+    if config.model.checkpoint:
+        checkpoint_blocks(model)
+    return Network(model, data.mean, data.std), dropped
+
+
+def build_step(
+    config: TrainConfig, net: nn.Module, task: Task, world: World, precision: str, total_steps: int
+) -> TrainStep:
+    """Put `net` on its device, and everything around it that moves it."""
+    net = world.synchronize_norms(net, config.distributed).to(world.device)
+    if config.speed.channels_last:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    called = world.wrap(net, config.distributed, parts=config.speed.accumulate)
+    if config.speed.compile != "off":
+        called = torch.compile(called, mode=config.speed.compile)  # type: ignore[assignment]
+    optimizer = make_optimizer(net, replace(config.optim, lr=config.peak_lr))
+    torch.manual_seed(config.seed + world.rank)  # dropout: another mask in each process
+    return TrainStep(
+        config=config,
+        model=called,
+        net=net,
+        task=task,
+        optimizer=optimizer,
+        schedule=make_schedule(optimizer, config.schedule, config.peak_lr, total_steps),
+        scaler=make_scaler(precision, world.device),
+        autocast=make_autocast(precision, world.device),
+        ema=Ema(net, config.recipe.ema) if config.recipe.ema else None,
+        rank=world.rank,
+    )

@@ -1,0 +1,138 @@
+"""What is learned: a loss, and a score that adds up over batches and processes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h5feed.errors import UsageError
+from h5feed.train.config import LossConfig
+from h5feed.train.models import load_function
+
+__all__ = ["Task", "make_task"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One kind of learning.
+
+    `loss(outputs, targets)` is a mean over the batch, a scalar. `score(outputs, targets)` is a
+    1-D float tensor on the device that is summed over batches and processes before `value`
+    makes one number of it: nothing waits for the device until then.
+    """
+
+    name: str
+    loss: Callable[[Tensor, Tensor], Tensor]
+    score: Callable[[Tensor, Tensor], Tensor]
+    value: Callable[[Tensor], float]
+    metric: str
+    """What `value` returns, as it is logged."""
+    higher_is_better: bool = True
+    num_classes: int = 0
+    """Of targets that are class numbers, which mixup needs; 0 for others."""
+    dense: bool = False
+    """Whether outputs and targets are pictures, which a mirrored picture mirrors."""
+
+
+def make_task(kind: str, config: LossConfig, num_outputs: int) -> Task:
+    """Return the task named `kind`: one of ours, or what module:function returns.
+
+    A function is called with `config` and the number of outputs. Raises UsageError when there
+    is no such task.
+    """
+    if ":" in kind:
+        task = load_function(kind, "--task")(config, num_outputs)
+        if not isinstance(task, Task):
+            raise UsageError(f"--task {kind} returned {type(task).__name__}, not a Task")
+        return task
+    if kind not in _TASKS:
+        raise UsageError(f"--task {kind!r} is not one of {', '.join(_TASKS)}, module:function")
+    return _TASKS[kind](config, num_outputs)
+
+
+def _classification(config: LossConfig, num_outputs: int) -> Task:
+    return Task(
+        name="classification",
+        loss=partial(functional.cross_entropy, label_smoothing=config.label_smoothing),
+        score=_hits,
+        value=_ratio,
+        metric="accuracy",
+        num_classes=num_outputs,
+    )
+
+
+def _hits(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Pictures whose likeliest class is the true (or, mixed, the strongest) one; pictures."""
+    truth = targets.argmax(1) if targets.is_floating_point() else targets
+    hits = (outputs.argmax(1) == truth).sum()
+    return torch.stack((hits, torch.full_like(hits, len(truth)))).float()
+
+
+def _ratio(score: Tensor) -> float:
+    part, whole = score.tolist()
+    return float(part / max(whole, 1))
+
+
+def _regression(config: LossConfig, num_outputs: int) -> Task:
+    return Task(
+        name="regression",
+        loss=lambda outputs, targets: functional.mse_loss(outputs.float(), targets),
+        score=_deviations,
+        value=_ratio,
+        metric="mean absolute error",
+        higher_is_better=False,
+    )
+
+
+def _deviations(outputs: Tensor, targets: Tensor) -> Tensor:
+    total = (outputs.float() - targets).abs().sum()
+    return torch.stack((total, torch.full_like(total, targets.numel())))
+
+
+def _segmentation(config: LossConfig, num_outputs: int) -> Task:
+    return Task(
+        name="segmentation",
+        loss=partial(_pixel_loss, config),
+        score=partial(_confusion, config.ignore_index, num_outputs),
+        value=_mean_iou,
+        metric="mean IoU",
+        dense=True,
+    )
+
+
+def _pixel_loss(config: LossConfig, outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(
+        outputs,
+        targets.long(),  # masks come as uint8: an eighth of the bytes
+        label_smoothing=config.label_smoothing,
+        ignore_index=config.ignore_index,
+    )
+
+
+def _confusion(ignore_index: int, classes: int, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Pixels by true and by likeliest class, (classes · classes,).
+
+    By scatter_add rather than bincount, which waits for the device to learn its length.
+    """
+    counted = (targets != ignore_index).flatten()
+    cell = targets.flatten().long().clamp(max=classes - 1) * classes + outputs.argmax(1).flatten()
+    empty = torch.zeros(classes * classes, dtype=torch.float32, device=outputs.device)
+    return empty.scatter_add_(0, cell, counted.float())
+
+
+def _mean_iou(score: Tensor) -> float:
+    """Mean over classes that occur of intersection by union (Everingham et al. 2010)."""
+    table = score.view(round(len(score) ** 0.5), -1)
+    shared = table.diagonal()
+    union = table.sum(0) + table.sum(1) - shared
+    return float((shared / union)[union > 0].mean())
+
+
+_TASKS: dict[str, Callable[[LossConfig, int], Task]] = {
+    "classification": _classification,
+    "regression": _regression,
+    "segmentation": _segmentation,
+}

@@ -1,0 +1,139 @@
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from augment.draws import FakeDraws
+from augment.judge import (
+    assert_close,
+    assert_drawn_alike,
+    assert_independent,
+    images,
+    on_device,
+    planar,
+    run,
+)
+from h5feed.augment import Pipeline, RandomAffine, Resize
+from h5feed.augment.affine import AffineStage
+from h5feed.augment.frame import Shapes
+
+v2 = pytest.importorskip("torchvision.transforms.v2")
+functional = pytest.importorskip("torchvision.transforms.v2.functional")
+
+EVERYTHING = {"degrees": 40, "translate": (0.2, 0.1), "scale": (0.6, 1.5), "shear": (-9, 9, -5, 5)}
+OPS = [
+    {"degrees": 180},
+    {"degrees": (30, 30), "center": (5, 31)},
+    {"degrees": 0, "translate": (0.3, 0.2)},
+    {"degrees": 0, "scale": (0.5, 2)},
+    {"degrees": 0, "shear": 20},
+    EVERYTHING,
+]
+N = 10
+
+
+def parameters(op, draws, hw):
+    """What torchvision calls the parameters that our op draws."""
+    low, high = op.ranges.T
+    drawn = low + (high - low) * draws.uniform(1 << 0, 6)
+    for angle, x, y, scale, along, down in drawn.tolist():
+        shift = [round(x * hw[1]), round(y * hw[0])]
+        yield {"angle": angle, "translate": shift, "scale": scale, "shear": [along, down]}
+
+
+class FirstOp(FakeDraws):
+    """The same numbers whatever the op's place."""
+
+    def uniform(self, stream, count):
+        return super().uniform(1, count)
+
+
+@pytest.mark.parametrize("arguments", OPS, ids=str)
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+def test_warped_is_torchvisions(arguments, interpolation):
+    pictures = images(N, 40, 50)
+    op = RandomAffine(**arguments, interpolation=interpolation)
+    draws = FirstOp(range(N))
+    pipeline, params, out = run([op], pictures, draws)
+    mode = functional.InterpolationMode(interpolation)
+    want = [
+        functional.affine(
+            planar(picture), **drawn, interpolation=mode, center=arguments.get("center")
+        ).permute(1, 2, 0)
+        for picture, drawn in zip(pictures, parameters(op, draws, (40, 50)), strict=True)
+    ]
+    other = on_device(pipeline, params, pictures).numpy()
+    for made in (out, other):
+        if interpolation == "bilinear":
+            assert_close(made, np.stack(want))
+        else:  # where a position falls between two pixels to the last bit, either is right
+            assert (made != np.stack(want)).mean() < 1e-3
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+def test_the_fill_shows_outside(interpolation):
+    pictures = images(N, 40, 50)
+    op = RandomAffine(**EVERYTHING, interpolation=interpolation, fill=(10, 20, 30))
+    pipeline, params, out = run([op], pictures, FakeDraws(range(N)))
+    # what lies outside is where a white picture turns dark under a black fill
+    bare = RandomAffine(**EVERYTHING, interpolation=interpolation)
+    white = run([bare], np.full_like(pictures, 255), FakeDraws(range(N)))[2]
+    outside = (white == 0).all(axis=3)
+    assert 0.05 < outside.mean() < 0.9
+    assert (out[outside] == (10, 20, 30)).all()
+    # on the border it is blended in, once (torchvision weighs it twice there)
+    inside = run([bare], pictures, FakeDraws(range(N)))[2]
+    blended = inside + (1 - white / 255.0) * (10, 20, 30)
+    assert np.abs(out - blended).max() <= 1.1
+    if interpolation == "bilinear":
+        assert_close(on_device(pipeline, params, pictures), out)
+
+
+def test_a_squeezed_picture_turns_in_its_true_proportions():
+    true = cv2.GaussianBlur(images(3, 64, 128)[2], (0, 0), 2)
+    squeezed = cv2.resize(true, (64, 64), interpolation=cv2.INTER_AREA)
+    op = RandomAffine((30, 30), interpolation="bilinear")
+    source = np.array([[64, 128]])
+    ours = run([op, Resize((64, 128))], [squeezed], FakeDraws([0]), source=source)[2]
+    want = run([op], [true], FakeDraws([0]))[2]
+    assert np.abs(ours.astype(int) - want)[:, 8:-8, 16:-16].mean() < 3
+
+
+def test_parameters_are_drawn_as_torchvision_draws_them():
+    n = 3000
+    op, theirs = RandomAffine(**EVERYTHING), v2.RandomAffine(**EVERYTHING)
+    torch.manual_seed(0)
+    picture = planar(np.zeros((60, 80, 3), np.uint8))
+    made = [theirs.make_params([picture]) for _ in range(n)]
+    ours = list(parameters(op, FakeDraws(range(n)), (60, 80)))
+    for name in ("angle", "scale"):
+        assert_drawn_alike([one[name] for one in ours], [one[name] for one in made])
+    for name in ("translate", "shear"):
+        for k in range(2):
+            assert_drawn_alike([one[name][k] for one in ours], [one[name][k] for one in made])
+    flat = [[one["angle"], *one["translate"], one["scale"], *one["shear"]] for one in ours]
+    assert_independent(*np.transpose(flat))
+
+
+def test_a_letterbox_turns_as_it_is():
+    boxes = np.array([[8, 0, 48, 64]])
+    size = np.array([[64, 64]])
+    shapes = Shapes.stored(size, np.array([[75, 100]]), boxes)
+    op = RandomAffine((30, 30))
+    rows, after = AffineStage(op, 0).draw(FakeDraws([0]), 0, shapes)
+    plain, _ = AffineStage(op, 0).draw(FakeDraws([0]), 0, Shapes.whole(size))
+    assert (rows == plain).all()
+    assert after.boxes.tolist() == [[0, 0, 64, 64]]
+
+
+def test_masks_are_warped_with_their_pictures_to_the_nearest():
+    pictures = images(N, 40, 50)
+    op = RandomAffine(**EVERYTHING, interpolation="nearest", fill=9)
+    pipeline, params, out = run([op], pictures, FakeDraws(range(N)))
+    masks = np.zeros((N, 40, 50, 1), np.uint8)
+    pipeline.run_mask(params, 0, list(pictures[..., :1] | 1), masks)
+    outside = masks == 0
+    assert outside.any()
+    assert (np.where(outside, 9, masks) == np.where(outside, 9, out[..., :1] | 1)).all()
+    assert (out[np.repeat(outside, 3, axis=3)] == 9).all()
+    assert Pipeline([op]).bind((40, 50)) == (40, 50)

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+import torch
+
+from augment.draws import FakeDraws
+from augment.judge import (
+    assert_close,
+    assert_drawn_alike,
+    assert_independent,
+    images,
+    on_device,
+    planar,
+    run,
+)
+from h5feed.augment import ColorJitter
+
+v2 = pytest.importorskip("torchvision.transforms.v2")
+
+NAMES = ("brightness", "contrast", "saturation", "hue")
+ONE = [
+    ColorJitter(brightness=0.8),
+    ColorJitter(contrast=(0.3, 1.9)),
+    ColorJitter(saturation=(0, 2)),
+    ColorJitter(hue=0.5),
+]
+ALL = ColorJitter(0.4, 0.4, 0.4, 0.1)
+
+
+def theirs(op, row, picture):
+    """torchvision's transform, given the parameters of a row."""
+    made = {"fn_idx": torch.tensor(row[:4]).long()}
+    for name, factor in zip(NAMES, row[4:], strict=True):
+        made[f"{name}_factor"] = None if getattr(op, name) is None else factor
+    other = v2.ColorJitter(op.brightness, op.contrast, op.saturation, op.hue)
+    return other.transform(planar(picture), made).permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("op", [*ONE, ALL, ColorJitter(0.4, None, 0.4, 0.5)], ids=str)
+def test_colors_are_torchvisions_in_the_same_random_order(op):
+    pictures = images(12, 40, 50)
+    _, params, out = run([op], pictures, FakeDraws(range(12)))
+    rows = params.views[0][1].tolist()
+    want = np.stack([theirs(op, row, picture) for row, picture in zip(rows, pictures, strict=True)])
+    assert_close(out, want)
+
+
+@pytest.mark.parametrize("op", [*ONE, ALL], ids=str)
+def test_the_device_makes_what_the_cpu_makes(op):
+    pictures = images(12, 40, 50)
+    pipeline, params, out = run([op], pictures, FakeDraws(range(12)))
+    assert_close(on_device(pipeline, params, pictures), out)
+
+
+def test_the_order_matters_and_is_kept():
+    pictures = images(12, 40, 50)
+    _, params, out = run([ColorJitter(0.8, 0.8)], pictures, FakeDraws(range(12)))
+    reversed_rows = [row[3::-1] + row[4:] for row in params.views[0][1].tolist()]
+    op = ColorJitter(0.8, 0.8)
+    other = [theirs(op, row, picture) for row, picture in zip(reversed_rows, pictures, strict=True)]
+    assert np.abs(out.astype(int) - np.stack(other)).max() > 10
+
+
+def test_factors_and_orders_are_drawn_as_torchvision_draws_them():
+    n = 4000
+    rows = ALL.rows(FakeDraws(range(n)).uniform(0, ALL.uniforms))
+    torch.manual_seed(0)
+    made = [v2.ColorJitter(0.4, 0.4, 0.4, 0.1).make_params([]) for _ in range(n)]
+    for column, name in enumerate(NAMES, 4):
+        assert_drawn_alike(rows[:, column], [one[f"{name}_factor"] for one in made])
+    assert_independent(*rows[:, 4:].T)
+    orders, counts = np.unique(rows[:, :4], axis=0, return_counts=True)
+    assert len(orders) == 24
+    # chi-square of 23 degrees of freedom lies above 58.6 once in 16,000 times
+    assert ((counts - n / 24) ** 2 / (n / 24)).sum() < 58.6
+
+
+def test_what_is_not_asked_for_stays():
+    pictures = images(4, 20, 20)
+    assert (run([ColorJitter()], pictures, FakeDraws(range(4)))[2] == pictures).all()
+    assert (run([ColorJitter(0, (1, 1), 0, 0)], pictures, FakeDraws(range(4)))[2] == pictures).all()

@@ -1,0 +1,93 @@
+import numpy as np
+import pytest
+import torch
+
+from augment.draws import FakeDraws
+from augment.judge import assert_close, assert_drawn_alike, images, on_device, run
+from h5feed.augment import CutMix, Mixup, Pipeline, ToFloat
+from h5feed.augment.mixing import mix_labels
+from h5feed.errors import UsageError
+
+v2 = pytest.importorskip("torchvision.transforms.v2")
+
+LABELS = torch.tensor([3, 0, 9, 3, 1])
+
+
+def theirs(op, params, batch, labels):
+    params = {**params, "labels": labels, "batch_size": len(labels)}
+    return op.transform(batch, params), op.transform(labels, params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_mixup_is_torchvisions_in_place_and_on_a_device(dtype):
+    pictures = images(5, 16, 20)
+    pipeline, params, out = run([ToFloat(dtype), Mixup()], pictures, FakeDraws(range(5)))
+    batch = torch.from_numpy(out.view(np.int16) if out.dtype == np.uint16 else out).view(dtype)
+    op, kept = v2.MixUp(num_classes=10), {"lam": float(params.mix[0])}
+    want, labels = theirs(op, kept, batch.permute(0, 3, 1, 2).float(), LABELS)
+    pipeline.mix_rows(params, out)
+    close = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(batch.permute(0, 3, 1, 2).float(), want, **close)
+    torch.testing.assert_close(
+        on_device(pipeline, params, pictures).float(), batch.float(), **close
+    )
+    torch.testing.assert_close(pipeline.mix_labels(params, LABELS), labels)
+
+
+def test_cutmix_is_torchvisions_in_place_and_on_a_device():
+    pictures = images(5, 16, 20)
+    for seed in range(5):
+        pipeline, params, out = run([CutMix()], pictures, FakeDraws(range(5), seed))
+        kept, _, y0, x0, y1, x1 = params.mix.tolist()
+        box = {"box": tuple(int(v) for v in (x0, y0, x1, y1)), "lam_adjusted": kept}
+        batch = torch.from_numpy(pictures).permute(0, 3, 1, 2)
+        want, labels = theirs(v2.CutMix(num_classes=10), box, batch, LABELS)
+        pipeline.mix_rows(params, out)
+        assert torch.equal(torch.from_numpy(out).permute(0, 3, 1, 2), want)
+        assert (on_device(pipeline, params, pictures).numpy() == out).all()
+        torch.testing.assert_close(pipeline.mix_labels(params, LABELS), labels)
+
+
+def test_bytes_are_mixed_too():
+    pictures = images(5, 16, 20)
+    pipeline, params, out = run([Mixup()], pictures, FakeDraws(range(5)))
+    share = params.mix[0]
+    pipeline.mix_rows(params, out)
+    want = share * pictures + (1 - share) * np.roll(pictures, 1, axis=0)
+    assert np.abs(out - want).max() <= 0.5001
+    assert_close(on_device(pipeline, params, pictures), out, most=1)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_shares_and_boxes_are_drawn_as_torchvision_draws_them(alpha):
+    n = 2000
+    torch.manual_seed(0)
+    mixed = [Mixup(alpha=alpha).draw(FakeDraws([0], k), 3, (40, 60)) for k in range(n)]
+    made = [v2.MixUp(alpha=alpha, num_classes=2).make_params([]) for _ in range(n)]
+    assert_drawn_alike([row[0] for row in mixed], [one["lam"] for one in made])
+    cut = np.array([CutMix(alpha=alpha).draw(FakeDraws([0], k), 3, (40, 60)) for k in range(n)])
+    shape = torch.zeros(3, 40, 60)
+    made = [v2.CutMix(alpha=alpha, num_classes=2).make_params([shape]) for _ in range(n)]
+    assert_drawn_alike(cut[:, 0], [one["lam_adjusted"] for one in made])
+    for column, corner in ((3, 0), (2, 1), (5, 2), (4, 3)):
+        assert_drawn_alike(cut[:, column], [one["box"][corner] for one in made])
+
+
+def test_soft_labels_mix_as_they_are_and_numbers_need_their_count():
+    soft = torch.rand(5, 4)
+    torch.testing.assert_close(mix_labels(soft, 0.25, None), soft * 0.25 + soft.roll(1, 0) * 0.75)
+    with pytest.raises(UsageError, match="need to know how many classes there are: give num_class"):
+        mix_labels(LABELS, 0.5, None)
+
+
+def test_without_mixing_labels_stay_numbers():
+    pipeline, params, _ = run([], images(5, 8, 8), FakeDraws(range(5)))
+    assert not pipeline.uses_batch
+    assert pipeline.mix_labels(params, LABELS) is LABELS
+
+
+def test_mixing_comes_last_and_for_one_view():
+    with pytest.raises(UsageError, match=r"Mixup\(.*\) works on whole batches: put it last"):
+        Pipeline([Mixup(), ToFloat()])
+    with pytest.raises(UsageError, match=r"Mixup\(.*\) mixes labels, which views=2 have not"):
+        Pipeline([Mixup()], views=2)

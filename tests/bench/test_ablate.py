@@ -1,0 +1,169 @@
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from bench.ablations import outcome, packed_config
+from h5feed.bench import ablate as module
+from h5feed.bench import tricks
+from h5feed.bench.ablate import AblateOptions, ablate
+from h5feed.errors import UsageError
+from h5feed.train.configfile import read_config
+
+THREE = ("H5Loader", "channels_last", "fused optimizer")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Rounds that measure nothing: the rate of a row is told by its configuration."""
+    seen = []
+
+    def run(entries, schedule, tell):
+        seen.extend((entry, read_config(Path(entry.params["config"]))) for entry in entries)
+        return [
+            outcome(entry, rate_of(read_config(Path(entry.params["config"])))) for entry in entries
+        ]
+
+    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(tricks, "imagefolder_class", lambda: object)
+    return seen
+
+
+def rate_of(config):
+    """100, doubled by H5Loader and half as much again by channels_last; the ceiling is 1,000."""
+    if config.data.loader == "synthetic":
+        return 1000.0
+    rate = 200.0 if config.data.loader == "h5loader" else 100.0
+    return rate * (1.5 if config.speed.channels_last else 1.0)
+
+
+def rows_of(tmp_path, **options):
+    config = packed_config(tmp_path)
+    found = ablate(config, AblateOptions(only=THREE, final_steps=3, **options))
+    return {row.name: row for row in found.rows}, found
+
+
+def test_one_switch_more_each_then_one_less_each(tmp_path, measured):
+    rows, _ = rows_of(tmp_path)
+    assert list(rows) == [
+        "the plain loop",
+        "+ H5Loader",
+        "+ channels_last",
+        "+ fused optimizer",
+        "all but H5Loader",
+        "all but channels_last",
+        "all but fused optimizer",
+    ]
+    assert rows["+ channels_last"].tricks == ("H5Loader", "channels_last")
+    assert rows["all but channels_last"].tricks == ("H5Loader", "fused optimizer")
+
+
+def test_what_a_trick_is_worth_is_a_ratio(tmp_path, measured):
+    rows, _ = rows_of(tmp_path)
+    assert rows["the plain loop"].ratio is None
+    assert rows["+ H5Loader"].ratio == pytest.approx(2.0)
+    assert rows["+ channels_last"].ratio == pytest.approx(1.5)
+    assert rows["+ fused optimizer"].ratio == pytest.approx(1.0)
+    assert rows["all but H5Loader"].ratio == pytest.approx(2.0)
+    assert rows["all but fused optimizer"].ratio == pytest.approx(1.0)
+
+
+def test_every_row_stands_beside_its_ceiling(tmp_path, measured):
+    rows, _ = rows_of(tmp_path)
+    row = rows["+ channels_last"]
+    assert row.rate == pytest.approx(300.0)
+    assert row.ceiling == pytest.approx(1000.0)
+    assert row.input_bound == pytest.approx(0.7)
+    assert row.spread == pytest.approx(0.1)
+    assert row.epoch_seconds == pytest.approx(12 / 300)
+    assert (row.memory_bytes, row.final_loss) == (10**8, 1.5)
+
+
+def test_no_configuration_is_measured_twice(tmp_path, measured):
+    rows_of(tmp_path)
+    configs = [config for _, config in measured]
+    assert len(configs) == len(set(configs))
+    # 4 cumulative rows and 2 new ones without a trick; 4 ceilings: H5Loader has that of no loader
+    assert len([c for c in configs if c.data.loader == "synthetic"]) == 4
+    assert len(configs) == 10
+
+
+def test_all_rows_take_turns_and_look_at_the_loss_after_as_many_steps(tmp_path, measured):
+    rows_of(tmp_path)
+    real = [entry for entry, config in measured if config.data.loader != "synthetic"]
+    free = [entry for entry, config in measured if config.data.loader == "synthetic"]
+    assert {entry.params["final_steps"] for entry in real} == {3}
+    assert {entry.params["final_steps"] for entry in free} == {0}
+    assert [entry.required for entry, _ in measured].count(True) == 1
+    assert measured[0][0].required
+    assert all(entry.expected.ceiling for entry in free)
+    assert not any(entry.expected.ceiling for entry in real)
+
+
+def test_the_folder_is_read_by_the_plain_loop_alone(tmp_path, measured):
+    config = packed_config(tmp_path)
+    options = AblateOptions(images=tmp_path / "folder", only=("packed", "H5Loader"))
+    ablate(config, options)
+    trains = {c.data.loader: c.train for _, c in measured}
+    assert trains["imagefolder"] == tmp_path / "folder"
+    assert trains["dataloader"] == trains["h5loader"] == trains["synthetic"] == config.train
+
+
+def test_without_the_trick_of_packing_the_folder_is_not_read(tmp_path, measured):
+    ablate(packed_config(tmp_path), AblateOptions(images=tmp_path, only=("H5Loader",)))
+    assert {config.data.loader for _, config in measured} == {"dataloader", "h5loader", "synthetic"}
+
+
+def test_leaving_out_can_be_left_out(tmp_path, measured):
+    rows, _ = rows_of(tmp_path, leave_one_out=False)
+    assert {row.group for row in rows.values()} == {"cumulative"}
+
+
+def test_with_all_tricks_checkpointing_stands_beside(tmp_path, measured):
+    found = ablate(packed_config(tmp_path), AblateOptions(leave_one_out=False))
+    assert found.rows[-1].name == "all and gradient checkpointing"
+    assert found.rows[-1].group == "beside"
+
+
+def test_a_row_that_failed_says_so_and_the_others_stand(tmp_path, measured, monkeypatch):
+    whole = module.run
+
+    def run(entries, schedule, tell):
+        made = whole(entries, schedule, tell)
+        return [
+            replace(o, rates=(), error="no compiler") if "channels" in o.name else o for o in made
+        ]
+
+    monkeypatch.setattr(module, "run", run)
+    rows, _ = rows_of(tmp_path, leave_one_out=False)
+    assert rows["+ channels_last"].error == "no compiler"
+    assert rows["+ channels_last"].rate is None
+    assert rows["+ fused optimizer"].ratio is None
+    assert rows["+ H5Loader"].ratio == pytest.approx(2.0)
+
+
+def test_facts_say_where_and_how(tmp_path, measured):
+    _, found = rows_of(tmp_path)
+    assert found.facts["versions"]["torch"]
+    assert found.facts["options"] == {"seconds": 2.0, "repeats": 3, "final_steps": 3}
+    assert found.title.startswith("resnet9-small at 16 px, 12 pictures, batches of 4")
+    assert found.is_smoke
+    assert asdict(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"seconds": 0.0}, "--seconds 0.0 is too small: give 0.05 or more"),
+        ({"repeats": 0}, "--repeats 0 is too small: give 1 or more"),
+        ({"final_steps": 0}, "--final-steps 0 is too small"),
+    ],
+)
+def test_wrong_options_are_refused(options, text):
+    with pytest.raises(UsageError, match=text):
+        AblateOptions(**options)
+
+
+def test_only_must_leave_something(tmp_path, measured):
+    with pytest.raises(UsageError, match="--only magic leaves no trick to measure"):
+        ablate(packed_config(tmp_path), AblateOptions(only=("magic",)))

@@ -1,0 +1,64 @@
+import json
+
+import pytest
+
+from h5feed.bench.ablate import Ablation, Row
+from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, from_dict, save_plot
+from h5feed.bench.tricks import Published
+
+
+@pytest.fixture
+def ablation():
+    common = {"ceiling": 500.0, "memory_bytes": 2 * 10**8, "final_loss": 1.25}
+    return Ablation(
+        title="tiny at 32 px",
+        rows=(
+            Row(name="the plain loop", group="cumulative", tricks=(), rates=(90.0, 100.0, 110.0),
+                input_bound=0.8, epoch_seconds=12.0, **common),
+            Row(name="+ H5Loader", group="cumulative", tricks=("H5Loader",), rates=(250.0,),
+                ratio=2.5, input_bound=0.5, **common),
+            Row(name="+ AMP", group="cumulative", tricks=("H5Loader", "AMP"), rates=(300.0,),
+                ratio=1.2, published=Published(figure="1.5×", hardware="V100", source="Huang")),
+            Row(name="all but AMP", group="without", tricks=("H5Loader",), error="no bf16"),
+        ),
+        pictures=1000,
+        batch_size=10,
+        machine="2-core VM",
+        facts={"versions": {"torch": "2"}},
+        left_out=("TF32: needs a GPU",),
+    )  # fmt: skip
+
+
+def test_the_table_says_everything(ablation):
+    lines = as_text(ablation).splitlines()
+    plain = next(line for line in lines if line.startswith("the plain loop"))
+    assert plain.split()[3:] == ["100", "±10%", "–", "12.0", "200", "1.250", "500", "80%", "–"]
+    assert next(line for line in lines if line.startswith("+ H5Loader")).endswith("none found")
+    assert "1.5×; V100" in as_text(ablation)
+    assert next(line for line in lines if line.startswith("all but")).endswith("failed: no bf16")
+    assert lines[-1] == "Not measured: TF32: needs a GPU"
+    assert "Published: Huang." in lines
+    assert "Smoke" not in as_text(ablation)
+
+
+def test_markdown_has_a_row_each(ablation):
+    rows = [line for line in as_markdown(ablation).splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 4
+    assert rows[3].startswith("| + H5Loader | 250 | – | 2.50× |")
+
+
+def test_json_brings_it_back(ablation):
+    values = json.loads(json.dumps(as_dict(ablation)))
+    assert values["rows"][0]["images_per_second"] == 100.0
+    assert from_dict(values) == ablation
+
+
+def test_a_smoke_run_is_said_to_be_one(ablation):
+    small = from_dict(as_dict(ablation) | {"pictures": 20})
+    assert "Smoke run: 20 pictures are too few for batches of 10" in as_text(small)
+
+
+def test_it_draws(ablation, tmp_path):
+    pytest.importorskip("matplotlib")
+    save_plot(ablation, tmp_path / "ablation.png")
+    assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,158 @@
+"""The parts of tools/peers that need no rival installed."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+PEERS = Path(__file__).parents[2] / "tools/peers"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _importable():
+    sys.path[:0] = [str(PEERS), str(PEERS / "adapters")]
+    yield
+    for name in (str(PEERS), str(PEERS / "adapters")):
+        sys.path.remove(name)
+
+
+def adapters():
+    return sorted(path for path in (PEERS / "adapters").glob("*.py") if path.name[0] != "_")
+
+
+def test_every_adapter_belongs_to_a_rival_and_every_rival_has_one():
+    from rivals import CEILING, RIVALS
+
+    assert {rival.adapter for rival in (*RIVALS, CEILING)} == {path.name for path in adapters()}
+    assert len({rival.name for rival in RIVALS}) == len(RIVALS)
+
+
+def test_every_environment_can_be_installed():
+    from install import REQUIREMENTS
+    from rivals import RIVALS
+
+    used = {rival.environment for rival in RIVALS} - {None}
+    assert used == set(REQUIREMENTS)
+    for name in used:
+        distributions = {r.distribution for r in RIVALS if r.environment == name}
+        listed = " ".join(REQUIREMENTS[name])
+        assert all(distribution in listed for distribution in distributions)
+
+
+@pytest.mark.parametrize("path", adapters(), ids=lambda path: path.stem)
+def test_adapters_of_rivals_say_where_their_setup_is_recommended(path):
+    said = ast.get_docstring(ast.parse(path.read_text()))
+    if path.name not in ("h5feed_loader.py", "bare_loop.py"):
+        assert "https://" in said
+
+
+def test_install_names_an_unknown_rival():
+    import subprocess
+
+    command = [sys.executable, str(PEERS / "install.py"), "nobody"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no such rival: nobody; known: torchvision, ffcv" in done.stderr
+
+
+def test_install_reports_what_cannot_be_installed(tmp_path, monkeypatch):
+    import install
+
+    monkeypatch.setitem(install.REQUIREMENTS, "ffcv", ("no/such requirement",))
+    why = install.install("ffcv", tmp_path)
+    assert why.startswith("pip install no/such requirement:")
+    assert "ERROR" in why
+
+
+def result(variant, workers, rates):
+    outcomes = [
+        {
+            "name": name,
+            "ceiling": name == "bare crop loop",
+            "error": None if rate else "broken",
+            "images_per_second": rate,
+            "rates": [rate] if rate else [],
+            "cpu_seconds_per_1000": 0.5,
+            "private_bytes": 3e8,
+            "params": {"crop": 224},
+        }
+        for name, rate in rates.items()
+    ]
+    conversions = {name: {"bytes": 2e6, "pixels": 100.0, "seconds": 1.0} for name in rates}
+    conversions["FFCV"]["pixels"] = 72.0
+    del conversions["bare crop loop"]
+    return {
+        "variant": variant,
+        "workers": workers,
+        "machine": "a machine",
+        "pictures": 1000,
+        "batch_size": 256,
+        "outcomes": outcomes,
+        "facts": {
+            "versions": {"FFCV": "1.0.2"},
+            "conversions": conversions,
+            "schedule": {"repeats": 3},
+        },
+    }
+
+
+RATES = {"FFCV": 500.0, "h5feed": 2000.0, "LitData": None, "bare crop loop": 2500.0}
+
+
+def test_table_has_a_row_per_rival_fastest_first():
+    from readme_table import table
+
+    rows = [line for line in table([result("raw", 2, RATES)]).splitlines() if line[0:1] == "|"]
+    names = [row.split("|")[1].strip() for row in rows[2:]]
+    assert names == ["*bare crop loop*", "h5feed", "FFCV", "LitData"]
+    assert "**2,000**" in rows[3]
+    assert "failed" in rows[5]
+    assert len({row.count("|") for row in rows}) == 1
+    assert "FFCV stores 0.72 of the pixels" in table([result("raw", 2, RATES)])
+
+
+def test_table_replaces_just_what_is_between_the_marks():
+    from readme_table import BEGIN, END, put
+
+    assert put("new", f"a\n{BEGIN}\nold\n{END}\nb") == f"a\n{BEGIN}\nnew\n{END}\nb"
+    with pytest.raises(ValueError, match="lacks <!-- peers --> or <!-- /peers -->"):
+        put("new", "no marks")
+
+
+def test_results_of_a_setting_replace_its_former_ones(tmp_path):
+    from run import save
+
+    file = tmp_path / "peers.json"
+    save([result("jpeg", 1, RATES), result("raw", 2, RATES)], file)
+    merged = save([result("raw", 2, RATES | {"FFCV": 7.0}), result("raw", 1, RATES)], file)
+    order = [(r["variant"], r["workers"]) for r in merged]
+    assert order == [("raw", 1), ("raw", 2), ("jpeg", 1)]
+    assert merged == json.loads(file.read_text())
+    assert merged[1]["outcomes"][0]["images_per_second"] == 7.0
+
+
+def test_picture_shows_failures_too(tmp_path):
+    from picture import save_peers_plot
+
+    save_peers_plot([result("raw", 1, RATES), result("raw", 2, RATES)], tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_source_is_copied_so_that_an_epoch_lasts(tmp_path):
+    from conversions import prepare_source
+
+    (tmp_path / "images/cat").mkdir(parents=True)
+    (tmp_path / "images/cat/a.jpg").write_bytes(b"x")
+    assert prepare_source(tmp_path / "images", 1, tmp_path) == tmp_path / "images"
+    out = prepare_source(tmp_path / "images", 3, tmp_path / "work")
+    assert sorted(p.name for p in out.rglob("*.jpg")) == ["a-0.jpg", "a-1.jpg", "a-2.jpg"]
+
+
+def test_the_spdl_filter_has_a_crop_a_size_and_sometimes_a_flip():
+    from spdl_loader import random_filter
+
+    drawn = [random_filter(224) for _ in range(60)]
+    assert all(text.startswith("crop=w=min(iw") and "scale=224:224" in text for text in drawn)
+    assert 5 < sum("hflip" in text for text in drawn) < 55

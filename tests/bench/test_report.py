@@ -1,0 +1,118 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from h5feed.bench.report import (
+    Report,
+    as_dict,
+    as_markdown,
+    as_text,
+    from_dict,
+    headline,
+    utilization,
+)
+from h5feed.bench.rounds import Cold, Outcome
+
+SLOW = Outcome(
+    name="folder",
+    ceiling=False,
+    rates=(90.0, 100.0, 120.0),
+    cpu_seconds_per_1000=1.5,
+    private_bytes=300_000_000,
+    startup_seconds=0.5,
+    disk_bytes=2_000_000,
+    cold=Cold(rate=50.0, read_bytes_per_picture=100.0, resident_before=0.0),
+)
+FAST = Outcome(name="H5Loader", ceiling=False, rates=(800.0, 810.0, 790.0), note="quick")
+BARE = Outcome(name="bare", ceiling=True, rates=(1000.0,))
+REPORT = Report(
+    title="a test",
+    outcomes=(SLOW, FAST, BARE),
+    pictures=1000,
+    batch_size=100,
+    machine="2-core thing",
+    left_out=("DALI: not installed",),
+)
+
+
+def rows(text):
+    return {line.split("  ")[0].strip("| "): line for line in text.splitlines()}
+
+
+def test_text_has_a_row_per_loader_with_its_figures():
+    lines = rows(as_text(REPORT))
+    assert "100" in lines["folder"]
+    assert "±15 %" in lines["folder"]
+    assert "300" in lines["folder"]
+    assert "8.0" in lines["H5Loader"]
+    assert "quick" in lines["H5Loader"]
+    assert "1,000" in lines["[bare]"]
+    assert "Not measured: DALI: not installed" in lines
+
+
+def test_columns_line_up():
+    table = as_text(REPORT).splitlines()[2:7]
+    ends = {line.index(" img/s") + len(" img/s") for line in table[:1]}
+    assert all(line[end - 1] != " " and line[end] == " " for line in table for end in ends)
+
+
+def test_a_column_that_nobody_fills_is_left_out():
+    assert "cold img/s" in as_text(REPORT)
+    without = replace(REPORT, outcomes=(replace(SLOW, cold=None), FAST))
+    assert "cold img/s" not in as_text(without)
+
+
+def test_headline_compares_the_fastest_with_the_first_and_the_ceiling():
+    assert headline(REPORT) == "H5Loader: 800 img/s, 8.0 × folder (100 img/s); 80% of [bare]."
+
+
+@pytest.mark.parametrize(("pictures", "smoke"), [(399, True), (400, False)])
+def test_a_small_set_is_a_smoke_run(pictures, smoke):
+    report = replace(REPORT, pictures=pictures)
+    assert report.is_smoke == smoke
+    assert headline(report).startswith("Smoke run: 399 pictures") == smoke
+    assert as_dict(report)["smoke"] == smoke
+    assert ("×" in as_text(report)) != smoke
+
+
+def test_markdown_is_a_table():
+    lines = [line for line in as_markdown(REPORT).splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[1].startswith("| --- | ---: |")
+
+
+def test_json_brings_the_report_back():
+    assert from_dict(json.loads(json.dumps(as_dict(REPORT)))) == REPORT
+
+
+def test_a_failed_loader_keeps_its_row_and_says_why():
+    failed = Outcome(name="FFCV", ceiling=False, error="ImportError: no cv")
+    text = as_text(replace(REPORT, outcomes=(SLOW, failed)))
+    assert "failed: ImportError: no cv" in rows(text)["FFCV"]
+
+
+def test_a_long_reason_is_cut_in_the_table_and_whole_in_the_json():
+    failed = Outcome(name="FFCV", ceiling=False, error="no " * 100)
+    report = replace(REPORT, outcomes=(SLOW, failed))
+    assert max(map(len, as_text(report).splitlines())) < 200
+    assert as_dict(report)["outcomes"][1]["error"] == "no " * 100
+
+
+def test_a_loader_that_computes_out_of_turn_is_named():
+    busy = replace(FAST, idle=False)
+    assert "goes on computing" in as_text(replace(REPORT, outcomes=(SLOW, busy)))
+
+
+def test_half_cached_cold_run_says_so():
+    warm = replace(SLOW, cold=replace(SLOW.cold, resident_before=0.5))
+    assert "50 (50% cached)" in as_text(replace(REPORT, outcomes=(warm,)))
+
+
+def test_utilization_is_compute_time_over_running_time():
+    report = replace(REPORT, kind="training")
+    assert utilization(SLOW, report) == pytest.approx(0.1)
+    assert utilization(replace(FAST, rates=(1100.0,)), report) == 1.0
+    assert utilization(BARE, report) is None
+    assert "10%" in rows(as_text(report))["folder"]
+    assert "90%" in rows(as_text(report))["folder"]

@@ -1,0 +1,152 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from h5feed import pack
+from h5feed.bench import ceilings, measure, subjects
+from h5feed.bench.crops import PillowCrop, TensorCrop, draw_box
+from pictures import jpeg_bytes, smooth
+
+COUNT, BATCH, CROP = 20, 4, 16
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("subjects")
+    for number in range(COUNT):
+        path = root / f"images/class{number % 3}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg_bytes(smooth(40, 50, seed=number)))
+    for store in ("raw", "yuv420", "jpeg"):
+        pack(root / "images", root / f"{store}.h5", store=store, size="32", workers=0)
+    pack(root / "images", root / "original.h5", store="original", workers=0)
+    return root
+
+
+def params(root, store):
+    return {
+        "file": str(root / f"{store}.h5"),
+        "images": str(root / "images"),
+        "workers": 1,
+        "batch_size": BATCH,
+        "crop": CROP,
+        "device": "cpu",
+    }
+
+
+EXPECTED = measure.Expectation(
+    pictures=COUNT, batch_size=BATCH, height=CROP, width=CROP, label_counts=(6, 7, 7)
+)
+
+LOADERS = [subjects.SwappedIn, subjects.ReadyMade, subjects.LoaderOnCpu]
+
+
+@pytest.mark.parametrize("store", ["raw", "yuv420", "jpeg", "original"])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loaders_deliver_what_they_are_asked_for(root, kind, store):
+    subject = kind(params(root, store))
+    check = measure.verify(subject, EXPECTED, 0.01)
+    assert check.pictures >= COUNT
+    assert check.epochs >= 1
+    subject.close()
+
+
+@pytest.mark.parametrize("kind", [subjects.Folder, subjects.UsualH5py, subjects.LoaderOnDevice])
+def test_others_deliver_it_too(root, kind):
+    subject = kind(params(root, "raw"))
+    assert measure.verify(subject, EXPECTED, 0.01).epochs >= 1
+    subject.close()
+
+
+def test_dali_delivers_it_too(root):
+    pytest.importorskip("nvidia.dali")
+    subject = subjects.LoaderByDali(params(root, "raw"))
+    assert measure.verify(subject, EXPECTED, 1.0).epochs >= 1
+    subject.close()
+
+
+def test_folder_reads_just_the_packed_pictures(root):
+    subject = subjects.Folder(params(root, "raw"))
+    assert len(subject.files) == COUNT
+    assert all(name.startswith(str(root / "images")) for name in subject.files)
+
+
+def test_folder_without_torchvision_does_the_same(root, monkeypatch):
+    monkeypatch.setattr(subjects, "imagefolder_class", lambda: None)
+    subject = subjects.Folder(params(root, "raw"))
+    assert measure.verify(subject, EXPECTED, 0.01).epochs >= 1
+    subject.close()
+
+
+def test_usual_h5py_is_float_between_0_and_1(root):
+    images, _ = next(iter(subjects.UsualH5py(params(root, "raw")).epoch()))
+    assert images.dtype == torch.float32
+    assert 0 <= images.min() < images.max() <= 1
+
+
+@pytest.mark.parametrize("store", ["raw", "yuv420", "jpeg", "original"])
+def test_kernel_ceiling_crops_every_picture(root, store):
+    ceiling = ceilings.Kernel(params(root, store))
+    seen = [images.copy() for images, _ in ceiling.epoch()]
+    assert [len(images) for images in seen] == [BATCH] * (COUNT // BATCH)
+    means = np.concatenate(seen).mean((1, 2, 3))
+    assert len(np.unique(means)) == COUNT
+    assert np.concatenate(seen).std() > 10
+    ceiling.close()
+
+
+def test_gather_ceiling_copies_every_picture_once(root):
+    ceiling = ceilings.Gather(params(root, "raw"))
+    seen = np.concatenate([images.copy() for images, _ in ceiling.epoch()])
+    whole = ceiling._pixels.whole("images")
+    assert sorted(map(bytes, seen)) == sorted(map(bytes, whole))
+    ceiling.close()
+
+
+def test_disk_rate_reads_the_file(tmp_path):
+    file = tmp_path / "data"
+    file.write_bytes(bytes(9 << 20))
+    rate = ceilings.disk_rate(file, seconds=5.0)
+    assert rate is None or rate > 0
+
+
+def test_crops_have_their_distribution():
+    random.seed(0)
+    boxes = np.array([draw_box(400, 400) for _ in range(4000)])
+    top, left, height, width = boxes.T
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 400).all()
+    assert (left + width <= 400).all()
+    area = height * width / (400 * 400)
+    assert area.min() > 0.078
+    assert area.max() <= 1.0
+    aspect = width / height
+    assert aspect.min() > 0.72
+    assert aspect.max() < 1.38
+    assert abs(np.log(aspect).mean()) < 0.02
+
+
+def test_a_sliver_is_cropped_in_its_middle():
+    assert draw_box(10, 1000) == (0, 493, 10, 13)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_tensor_crop_keeps_dtype_and_flips_half(dtype):
+    random.seed(0)
+    ramp = torch.arange(64).expand(3, 64, 64).to(dtype)
+    out = [TensorCrop(16)(ramp) for _ in range(200)]
+    assert all(o.shape == (3, 16, 16) and o.dtype == dtype for o in out)
+    flipped = sum(bool(o[0, 0, 0] > o[0, 0, -1]) for o in out)
+    assert 60 < flipped < 140
+
+
+def test_pillow_crop_gives_a_tensor():
+    from PIL import Image
+
+    out = PillowCrop(16)(Image.fromarray(smooth(40, 50)))
+    assert out.shape == (3, 16, 16)
+    assert out.dtype == torch.uint8
+    assert out.float().std() > 5

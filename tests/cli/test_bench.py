@@ -1,0 +1,138 @@
+import json
+import os
+import sys
+
+import pytest
+from PIL import Image
+
+from h5feed import pack
+from h5feed.bench.compare import settings
+from h5feed.bench.options import CompareOptions
+from h5feed.cli.bench import main
+from pictures import jpeg_bytes, smooth
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bench")
+    for number in range(24):
+        path = root / "images" / f"class{number % 3}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg_bytes(smooth(40, 50, seed=number)))
+    pack(root / "images", root / "data.h5", size="32", workers=0)
+    return root
+
+
+def bench(packed, *more):
+    usual = ["--crop", "16", "--batch-size", "4", "--workers", "1", "--quick"]
+    return main([str(packed / "data.h5"), *usual, *more])
+
+
+def test_json_tells_everything_of_every_loader(packed, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    assert bench(packed, "--images", str(packed / "images"), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in told["outcomes"]}
+    assert {"h5py, the usual way", "H5Loader", "make_dataloader(H5Dataset)"} <= set(rows)
+    assert any("DataLoader" in name and "folder" in name.lower() for name in rows)
+    for row in rows.values():
+        assert row["images_per_second"] > 0, row["name"]
+        assert len(row["rates"]) == 2
+        assert row["error"] is None
+    assert rows["H5Loader"]["checked_pictures"] >= 24
+    assert rows["h5py, the usual way"]["dtype"] == "float32"
+    assert rows["bare crop loop"]["ceiling"]
+    assert told["facts"]["machine"]["cores"] >= 1
+    assert told["facts"]["versions"]["torch"]
+    assert not told["smoke"]
+    assert str(packed) not in json.dumps(told)
+
+
+def test_small_set_is_a_smoke_run_without_a_headline(packed, capsys):
+    assert bench(packed, "--only", "H5Loader", "H5Dataset +", "--batch-size", "8") == 0
+    out = capsys.readouterr().out
+    assert "Smoke run: 24 pictures are fewer than 4 batches of 8." in out
+    assert "×" not in out.partition("Smoke run")[2]
+
+
+def test_markdown_and_plot(packed, capsys, tmp_path):
+    picture = tmp_path / "bench.png"
+    assert bench(packed, "--only", "H5Dataset", "bare", "--markdown", "--plot", str(picture)) == 0
+    out = capsys.readouterr().out
+    assert "| H5Dataset + stock DataLoader |" in out
+    assert "| [bare crop loop] |" in out
+    with Image.open(picture) as image:
+        assert image.width > 800
+
+
+def test_wrong_folder_is_named(packed, tmp_path, capsys):
+    assert bench(packed, "--images", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert f"images={tmp_path} lacks 24 of the 24 pictures of the file" in said
+    assert "give the folder it was packed from" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workers", "0"], "workers=0 is too small: give 1 or more"),
+        (["--repeats", "0"], "repeats=0 is too small: give 1 or more"),
+        (["--only", "nobody"], "only=['nobody'] matches no loader: give a part of "),
+    ],
+)
+def test_wrong_options_are_usage_errors(packed, capsys, arguments, said):
+    assert bench(packed, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_missing_file_fails(tmp_path, capsys):
+    assert main([str(tmp_path / "none.h5"), "--quick"]) == 1
+    assert "none.h5" in capsys.readouterr().err
+
+
+def test_a_loader_that_fails_ends_the_run_with_its_name(packed, capsys, monkeypatch):
+    monkeypatch.setattr("h5feed.bench.contestants._SUBJECTS", "no.such.module")
+    assert bench(packed, "--only", "H5Loader") == 1
+    assert "H5Loader: its process ended (exit code 1" in capsys.readouterr().err
+
+
+def train(packed, *more):
+    usual = ["--crop", "16", "--batch-size", "4", "--workers", "1", "--quick"]
+    return main(["train", str(packed / "data.h5"), *usual, *more])
+
+
+def test_training_says_what_the_loader_leaves_of_the_ceiling(packed, capsys):
+    only = ["--only", "make_dataloader", "synthetic"]
+    assert train(packed, *only, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in told["outcomes"]}
+    assert set(rows) == {"make_dataloader(H5Dataset)", "synthetic batches"}
+    assert rows["synthetic batches"]["ceiling"]
+    assert all(row["images_per_second"] > 0 for row in rows.values())
+    assert told["kind"] == "training"
+    assert told["facts"]["model"] == "tiny"
+
+
+def test_training_is_told_in_its_own_columns(packed, capsys):
+    only = ["--only", "folder", "ImageFolder", "make_dataloader", "synthetic"]
+    assert train(packed, *only, "--images", str(packed / "images")) == 0
+    out = capsys.readouterr().out
+    assert "AU" in out
+    assert "input-bound" in out
+    assert "Packing all of it takes about" in out
+
+
+def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
+    assert train(packed, "--sweep") == 2
+    assert "sweep is for loaders alone" in capsys.readouterr().err
+    assert train(packed, "--model", "none", "--only", "synthetic") == 1
+    assert "--model 'none' is not known" in capsys.readouterr().err
+
+
+def test_sweep_measures_worker_counts_and_batch_sizes(monkeypatch):
+    monkeypatch.setattr("h5feed.bench.machine.cores", lambda: 4)
+    given = settings(CompareOptions(sweep=True))
+    assert [(options.batch_size, workers) for options, workers in given] == [
+        (size, workers) for size in (64, 256) for workers in (1, 2, 4)
+    ]
+    assert [w for _, w in settings(CompareOptions(workers=3))] == [3]

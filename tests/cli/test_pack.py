@@ -1,0 +1,123 @@
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from h5feed.cli.pack import main
+from h5feed.packing import pack, run
+from packing.folders import make_folder, names, sha256
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "pictures")
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "x.h5"
+
+
+def pack_h5(*args):
+    return main([str(arg) for arg in args])
+
+
+def test_packs_as_the_function_does(folder, out, capsys):
+    assert pack_h5(folder, out, "--size", 32, "--store", "yuv420", "--workers", 1) == 0
+    assert "x.h5: 24 pictures, 2 classes, " in capsys.readouterr().out
+    packed = sha256(out)
+    pack(folder, out, size=32, store="yuv420", overwrite=True, workers=0)
+    assert sha256(out) == packed
+
+
+def test_json_is_all_there_is_on_stdout(folder, out, capsys):
+    make_folder(folder, broken=(3,))
+    assert pack_h5(folder, out, "--json", "--workers", 1) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["items"] == 23
+    assert said.err == "skipped cats/003.jpg: truncated\n"
+
+
+def test_a_usage_error_is_one_line_and_status_2(folder, out, capsys):
+    out.write_bytes(b"precious")
+    assert pack_h5(folder, out) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("pack-h5: OUT ")
+    assert said.err.endswith("exists: give another name, or --overwrite to replace it\n")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert pack_h5(folder, out, "--quality", 0, "--overwrite") == 2
+    assert capsys.readouterr().err == "pack-h5: quality=0 is out of range: give 1 to 100\n"
+    assert out.read_bytes() == b"precious"
+
+
+def test_a_failure_is_one_line_and_status_1(folder, out, capsys):
+    make_folder(folder, broken=(0,))
+    assert pack_h5(folder, out, "--on-error", "fail", "--workers", 1, "--size", 32) == 1
+    said = "pack-h5: cats/000.jpg cannot be packed: truncated; nothing was kept\n"
+    assert capsys.readouterr().err == said
+    assert names(out.parent) == []
+
+
+def test_ctrl_c_is_one_line_and_status_130(folder, out, capsys, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "pack_here", interrupt)
+    assert pack_h5(folder, out, "--workers", 0) == 130
+    assert capsys.readouterr().err == "pack-h5: interrupted; nothing was kept\n"
+
+
+@pytest.mark.parametrize("args", [[], ["--sizee", "3"], ["a", "b", "--fit", "squash"]])
+def test_a_wrong_command_line_is_status_2(args, capsys):
+    with pytest.raises(SystemExit) as caught:
+        pack_h5(*args)
+    assert caught.value.code == 2
+    assert "pack-h5 --help" in capsys.readouterr().err
+
+
+def test_help_is_the_docstrings(capsys):
+    with pytest.raises(SystemExit) as caught:
+        pack_h5("--help")
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert "usage: pack-h5 [-h] [OPTIONS] SRC OUT.h5" in said
+    for text in (
+        "--max-skipped",
+        "letterboxed",
+        "(default: stretch)",
+        "{raw,yuv420,jpeg,original}",
+    ):
+        assert text in said
+
+
+@pytest.mark.parametrize("columns", [0, 100])  # some containers' terminals have no width
+def test_a_terminal_shows_a_bar(folder, out, columns):
+    """A real terminal at the other end: tqdm draws only there."""
+    make_folder(folder, broken=(3,))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
+    command = [sys.executable, "-m", "h5feed.cli.pack", str(folder), str(out), "--workers", "1"]
+    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += (more := os.read(ours, 4096))
+        except OSError:  # the other end is closed
+            break
+        if not more:
+            break
+    assert process.wait() == 0
+    process.stdout.close()
+    text = shown.decode()
+    assert "packing: 100%" in text
+    assert "24/24" in text
+    assert "skipped cats/003.jpg: truncated" in text

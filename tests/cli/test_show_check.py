@@ -1,0 +1,88 @@
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from h5feed.cli import check, show
+from h5feed.store import read_index
+from packed import random_images, write_packed
+
+
+@pytest.fixture
+def packed(tmp_path):
+    return write_packed(tmp_path / "a.h5", random_images(5), classes=("cat", "dög"))
+
+
+def damage(path, item):
+    start, _ = read_index(path).extents["images"].item_range(item)
+    data = bytearray(path.read_bytes())
+    data[start] ^= 4
+    path.write_bytes(data)
+
+
+def test_check_says_sound(packed, capsys):
+    assert check.main([str(packed)]) == 0
+    assert f"{packed}: sound (5 items" in capsys.readouterr().out
+
+
+def test_check_lists_the_damaged_and_exits_1(packed, capsys):
+    damage(packed, 1)
+    damage(packed, 4)
+    assert check.main([str(packed)]) == 1
+    out = capsys.readouterr().out
+    assert "2 damaged of 5 items" in out
+    assert "item 1: 1/ü1.png" in out
+    assert "item 4: 0/ü4.png" in out
+    assert check.main([str(packed), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["sound"] is False
+    assert report["damaged"][0] == {"index": 1, "key": "1/ü1.png"}
+
+
+def test_names_cannot_write_on_the_terminal(tmp_path, capsys):
+    path = write_packed(tmp_path / "a.h5", random_images(2), classes=("a\nb", "\x1b[31m"))
+    assert show.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "  a\\nb " in out
+    assert "  \\x1b[31m " in out
+
+
+def test_check_of_a_refused_and_of_a_missing_file(tmp_path, capsys):
+    (tmp_path / "x.h5").write_bytes(b"nothing")
+    assert check.main([str(tmp_path / "x.h5")]) == 1
+    assert "refused: " in capsys.readouterr().out
+    assert check.main([str(tmp_path / "none.h5")]) == 1
+    assert "none.h5" in capsys.readouterr().err
+
+
+def test_show_tells_facts_and_histogram(packed, capsys):
+    assert show.main([str(packed)]) == 0
+    out = capsys.readouterr().out
+    assert "5 items, 2 classes" in out
+    assert "store=raw, 32x32, fit=stretch" in out
+    bars = {line.split()[0]: line.count("█") for line in out.splitlines() if "█" in line}
+    assert bars == {"cat": 40, "dög": 27}
+
+
+def test_show_leaves_out_what_is_too_much(packed, capsys):
+    show.main([str(packed), "--classes", "1"])
+    assert "… and 1 more classes" in capsys.readouterr().out
+
+
+def test_show_json_stats_and_sheet(packed, tmp_path, capsys):
+    sheet = tmp_path / "sheet.png"
+    assert show.main([str(packed), "--json", "--stats", "--sheet", str(sheet)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["class_counts"] == {"cat": 3, "dög": 2}
+    mean = np.stack(random_images(5)).mean((0, 1, 2)) / 255
+    assert facts["channel_stats"]["mean"] == pytest.approx(mean.tolist())
+    assert Image.open(sheet).width == 1200
+
+
+def test_show_of_a_refused_file_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "x.h5").write_bytes(b"nothing")
+    assert show.main([str(tmp_path / "x.h5")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("show-h5: ")
+    assert err.count("\n") == 1

@@ -1,0 +1,153 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from h5feed.cli.train import main
+from h5feed.train import read_config
+from h5feed.train.log import read_metrics
+from train.files import write_classes, write_scenes
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    return {
+        "train": str(write_classes(root / "train.h5", 64)),
+        "val": str(write_classes(root / "val.h5", 16)),
+        "other": str(write_classes(root / "other.h5", classes=("a", "b", "c", "d"))),
+        "scenes": str(write_scenes(root / "scenes.h5")),
+    }
+
+
+def arguments(paths, out, *more):
+    return [
+        paths["train"], "--val", paths["val"], "--out", str(out), "--model", "resnet9-small",
+        "--device", "cpu", "--batch-size", "16", "--epochs", "2", "--lr", "0.01", *more,
+    ]  # fmt: skip
+
+
+def losses(out):
+    return [(m["kind"], m["step"], m["loss"]) for m in read_metrics(out / "metrics.jsonl")]
+
+
+def test_a_run_says_what_it_reached(paths, tmp_path, capsys):
+    assert main(arguments(paths, tmp_path, "--no-plot", "--json")) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["steps"] == 8
+    assert result["val"]["loss"] == losses(tmp_path)[-1][2]
+    assert "epoch 2 of 2: train loss" in captured.err
+    assert main(arguments(paths, tmp_path, "--no-plot", "--overwrite")) == 0
+    words = capsys.readouterr().out
+    assert words.startswith(f"{tmp_path}: 8 steps, ")
+    assert f"val accuracy {result['val']['accuracy']:.4f} (best {result['best']:.4f})" in words
+
+
+def test_a_runs_config_is_read_back_and_can_be_changed(paths, tmp_path):
+    assert main(arguments(paths, tmp_path / "a", "--no-plot", "--no-flip")) == 0
+    config = str(tmp_path / "a" / "config.json")
+    again = ["--config", config, "--out", str(tmp_path / "b"), "--lr", "0.02", "--flip"]
+    assert main(again) == 0
+    first, second = (read_config(tmp_path / name / "config.json") for name in "ab")
+    assert (first.optim.lr, second.optim.lr) == (0.01, 0.02)
+    assert (first.data.flip, second.data.flip) == (False, True)
+    assert (second.train, second.epochs) == (first.train, 2)
+    assert main([f"--config={config}", "--resume", "--epochs", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "text"),
+    [
+        (["--model", "resnet5"], 2, "train-h5: --model 'resnet5' is not known: it is resnet9"),
+        (["--val", "other"], 2, "have not the same classes; in one of them only: a, b, bottom "),
+        (["--val", "gone.h5"], 1, "gone.h5"),
+        (["--device", "cuda:99"], 2, "train-h5: --device cuda:99 (process 0) needs 100 GPUs"),
+        (["--precision", "tf32"], 2, "train-h5: --precision tf32 needs a GPU of compute capab"),
+        (["--batch-size", "400"], 2, "train-h5: --batch-size 400 is more than all pictures of"),
+        (["--config", "gone.json"], 2, "train-h5: --config gone.json cannot be read as JSON"),
+        (["--resume"], 2, "train-h5: --resume finds no checkpoint"),
+        (["--lr", "1e20", "--optimizer", "sgd"], 1, "the last good checkpoint is"),
+    ],
+)
+def test_errors_are_one_sentence(paths, tmp_path, capsys, more, status, text):
+    more = [paths.get(word, word) for word in more]
+    if status == 1 and "--lr" in more:
+        text = "nothing was saved yet. A smaller --lr"
+    assert main(arguments(paths, tmp_path, "--no-plot", *more)) == status
+    lines = capsys.readouterr().err.splitlines()
+    assert text in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["--lr", "-1"], "--lr -1.0 is too small: it must be above 0"),
+        (["--lr", "fast"], "--lr"),
+        (["--loader", "magic"], "magic"),
+        (["--accumulate", "3"], "--batch-size 16 cannot be computed in --accumulate 3"),
+    ],
+)
+def test_what_the_command_line_refuses_exits_with_2(paths, tmp_path, capsys, more, text):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments(paths, tmp_path, *more))
+    assert caught.value.code == 2
+    assert text in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_unet_on_masks(paths, tmp_path, capsys):
+    command = [
+        paths["scenes"], "--val", paths["scenes"], "--out", str(tmp_path), "--model", "unet",
+        "--batch-size", "16", "--epochs", "3", "--lr", "0.01", "--no-plot", "--device", "cpu",
+    ]  # fmt: skip
+    assert main(command) == 0
+    found = [m["mean IoU"] for m in read_metrics(tmp_path / "metrics.jsonl") if m["kind"] == "val"]
+    assert found[-1] > 0.7
+    assert "val mean IoU" in capsys.readouterr().out
+
+
+def test_ctrl_c_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
+    import h5feed.train.loop as loop
+
+    plain, calls = loop.save, []
+
+    def interrupted(run, epoch, **options):
+        plain(run, epoch, **options)
+        calls.append(epoch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "save", interrupted)
+    assert main(arguments(paths, tmp_path, "--no-plot")) == 130
+    resume = f"--config {tmp_path / 'config.json'} --resume"
+    assert capsys.readouterr().err.endswith(
+        f"train-h5: interrupted; go on with train-h5 {resume}\n"
+    )
+    monkeypatch.setattr(loop, "save", plain)
+    assert main(resume.split()) == 0
+    assert losses(tmp_path)[-1][:2] == ("val", 8)
+
+
+def test_killed_at_any_moment_it_resumes_to_the_same_losses(paths, tmp_path):
+    more = ["--epochs", "6", "--save-every", "3", "--log-every", "1", "--no-plot"]
+    assert main(arguments(paths, tmp_path / "whole", *more)) == 0
+    command = [sys.executable, "-m", "h5feed.cli.train", *arguments(paths, tmp_path / "cut", *more)]
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment) as process:
+        while process.poll() is None and len(read_metrics(metrics)) < 9:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert len(losses(tmp_path / "cut")) < len(losses(tmp_path / "whole"))
+    config = str(tmp_path / "cut" / "config.json")
+    assert main(["--config", config, "--resume"]) == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

@@ -1,0 +1,90 @@
+import json
+
+import pytest
+import torch
+
+from h5feed.bench.ablate import AblateOptions, Ablation, Row
+from h5feed.bench.remote import SubjectError
+from h5feed.cli import ablate
+from h5feed.cli.train import main
+from packed import random_images, write_packed
+
+torch.set_num_threads(1)
+SMALL = ["--model", "train.trials:net_with_everything", "--batch-size", "4", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return str(write_packed(tmp_path_factory.mktemp("tools") / "a.h5", random_images(16, (16, 16))))
+
+
+def test_find_lr_prints_json_and_draws(packed, tmp_path, capsys):
+    picture = tmp_path / "lr.png"
+    args = ["find-lr", packed, *SMALL, "--steps", "12", "--json", "--draw", str(picture)]
+    assert main(args) == 0
+    curve = json.loads(capsys.readouterr().out)
+    assert len(curve["rates"]) == len(curve["losses"]) <= 12
+    assert picture.exists()
+
+
+def test_find_lr_says_what_to_try_or_that_it_has_nothing(packed, capsys):
+    assert main(["find-lr", packed, *SMALL, "--steps", "12"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(("try --lr ", "no suggestion: the loss never fell over "))
+
+
+def test_find_batch_names_a_size_and_the_option_that_scales_the_rate(packed, capsys):
+    args = ["find-batch", packed, *SMALL, "--smallest", "2", "--largest", "4", "--steps", "1"]
+    assert main(args) == 0
+    streams = capsys.readouterr()
+    assert "batch of 2: " in streams.err
+    assert "4 is the largest tried, and it fits" in streams.out
+    assert streams.out.rstrip().endswith("Then add --lr-scaling sqrt --lr-batch 4")
+
+
+def test_find_batch_in_json(packed, capsys):
+    args = ["find-batch", packed, *SMALL, "--smallest", "2", "--largest", "4", "--json"]
+    assert main(args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["largest"] == 4
+    assert [trial["batch_size"] for trial in found["trials"]] == [2, 4]
+
+
+def test_wrong_use_is_exit_2_and_one_sentence(packed, capsys):
+    assert main(["find-lr", packed, *SMALL, "--gpus", "2"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "train-h5 find-lr: this is tried out in one process: leave out --gpus and torchrun\n"
+    )
+
+
+def test_ablate_hands_its_options_on_and_says_what_was_found(packed, tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def measured(config, options, tell):
+        seen.append((config, options))
+        row = Row(name="the plain loop", group="cumulative", tricks=(), rates=(100.0,))
+        return Ablation(title="a title", rows=(row,), pictures=9, batch_size=4, machine="a machine")
+
+    monkeypatch.setattr(ablate, "ablate", measured)
+    args = ["ablate", packed, *SMALL, "--only", "fused", "AMP", "--no-leave-one-out"]
+    assert main(args) == 0
+    assert "a title" in capsys.readouterr().out
+    assert main([*args, "--markdown", "--images", str(tmp_path)]) == 0
+    assert "| the plain loop | 100 |" in capsys.readouterr().out
+    assert main([*args, "--json", "--draw", str(tmp_path / "a.png")]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["images_per_second"] == 100.0
+    assert (tmp_path / "a.png").exists()
+    config, options = seen[1]
+    assert config.batch_size == 4
+    assert options == AblateOptions(images=tmp_path, only=("fused", "AMP"), leave_one_out=False)
+
+
+def test_ablate_says_what_the_plain_loop_failed_of(packed, capsys, monkeypatch):
+    def failed(*_):
+        raise SubjectError("the plain loop: out of memory", trace="the trace")
+
+    monkeypatch.setattr(ablate, "ablate", failed)
+    assert main(["ablate", packed, *SMALL]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("train-h5 ablate: the plain loop: out of memory")

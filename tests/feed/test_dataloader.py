@@ -1,0 +1,219 @@
+import re
+from collections import namedtuple
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler
+
+import h5feed
+from h5feed.errors import UsageError
+from h5feed.feed import dataloader
+from h5feed.feed.dataloader import auto_workers, make_dataloader
+from h5feed.feed.dataset import H5Dataset
+from in_workers import OpensLate, draw, invert, note_start, thread_counts
+from packed import image_spec, random_images, write_packed
+
+CONTEXTS = ["fork", "spawn", "forkserver"]
+
+
+@pytest.fixture
+def images():
+    return random_images(22)
+
+
+@pytest.fixture
+def path(tmp_path, images):
+    return write_packed(tmp_path / "a.h5", images, labels=np.arange(22), classes=["c"] * 22)
+
+
+def epoch(loader):
+    """All of an epoch, in the order of the labels."""
+    batches = list(loader)
+    labels = torch.cat([labels for _, labels in batches])
+    pixels = torch.cat([images for images, _ in batches])
+    return pixels[labels.argsort()].permute(0, 2, 3, 1).numpy(), labels
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("opens", [H5Dataset, OpensLate], ids=["opened before", "opened after"])
+def test_a_stock_dataloader_reads_the_file_in_any_worker(path, images, context, opens):
+    loader = DataLoader(
+        opens(path, transform=invert),
+        batch_size=4,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context=context,
+    )
+    for _ in range(2):
+        pixels, labels = epoch(loader)
+        assert sorted(labels.tolist()) == list(range(22))
+        assert np.array_equal(pixels, ~np.stack(images))
+
+
+def test_without_workers_too(path, images):
+    loader = DataLoader(H5Dataset(path, transform=invert), batch_size=4)
+    for _ in range(2):
+        assert np.array_equal(epoch(loader)[0], ~np.stack(images))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_whole_and_channels_last(path, images, workers):
+    loader = make_dataloader(H5Dataset(path), 8, workers=workers)
+    assert len(loader) == 3
+    orders = []
+    for _ in range(2):
+        for batch, _ in loader:
+            assert batch.dtype == torch.uint8
+            assert batch.is_contiguous(memory_format=torch.channels_last)
+        pixels, labels = epoch(loader)
+        orders.append(labels.tolist())
+        assert np.array_equal(pixels, np.stack(images))
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == list(range(22))
+
+
+def test_the_seed_is_the_order(path):
+    ds = H5Dataset(path)
+    orders = [epoch(make_dataloader(ds, 5, workers=0, seed=seed))[1].tolist() for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    torch.manual_seed(99)
+    assert epoch(make_dataloader(ds, 5, workers=0, seed=1))[1].tolist() == orders[0]
+
+
+def test_order_without_shuffle_and_with_a_sampler(path):
+    ds = H5Dataset(path)
+    loader = make_dataloader(ds, 8, shuffle=False, workers=0, drop_last=True)
+    assert [labels.tolist() for _, labels in loader] == [list(range(8)), list(range(8, 16))]
+    assert epoch(make_dataloader(ds, 2, sampler=[3, 1, 2], workers=0))[1].tolist() == [3, 1, 2]
+    some = SubsetRandomSampler([4, 5, 6])
+    assert sorted(epoch(make_dataloader(ds, 2, sampler=some, workers=0))[1].tolist()) == [4, 5, 6]
+
+
+def test_every_worker_draws_its_own_numbers_and_the_same_ones_again(path):
+    def drawn(seed):
+        ds = H5Dataset(path, transform=draw)
+        loader = make_dataloader(ds, 11, shuffle=False, workers=2, seed=seed)
+        return torch.cat([numbers for numbers, _ in loader])
+
+    first = drawn(0)
+    for generator in range(3):
+        assert first[:, generator].unique().numel() == 22
+    assert torch.equal(drawn(0), first)
+    assert not torch.equal(drawn(1), first)
+
+
+def test_workers_keep_one_thread_and_run_the_caller_s_start_too(path):
+    ds = H5Dataset(path, transform=thread_counts)
+    (counts, _) = next(iter(make_dataloader(ds, 22, workers=1)))
+    assert counts.unique().tolist() == [1]
+    ds.transform = draw
+    loader = make_dataloader(ds, 11, workers=2, worker_init_fn=note_start, shuffle=False)
+    numbers = [batch[0, 2].item() for batch, _ in loader]
+    expected = [__import__("random").Random(100 + worker).random() for worker in range(2)]
+    assert numbers == pytest.approx(expected)
+
+
+def test_workers_do_not_wait_for_threads_that_cv2_had_in_the_parent(path, monkeypatch):
+    """Any number but 0 makes cv2 take down its pool, whose threads a fork did not bring along.
+
+    Of 100 workers forked between two cv2 calls of the parent, 4 waited forever.
+    """
+    given = []
+    monkeypatch.setattr(cv2, "setNumThreads", given.append)
+    make_dataloader(H5Dataset(path), 11, workers=2).worker_init_fn(0)
+    assert given == [0]
+
+
+def test_it_is_a_stock_dataloader_set_up(path):
+    loader = make_dataloader(H5Dataset(path), 4, workers=1, prefetch=5)
+    assert type(loader) is DataLoader
+    assert loader.persistent_workers
+    assert loader.prefetch_factor == 5
+    assert loader.pin_memory == torch.cuda.is_available()
+    assert make_dataloader(H5Dataset(path), 4, workers=0, pin_memory=False).num_workers == 0
+    assert h5feed.make_dataloader is make_dataloader
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is not a whole number of at least 1"),
+        ({"batch_size": 2.5}, "batch_size=2.5 is not a whole number of at least 1"),
+        ({"batch_size": True}, "batch_size=True is not"),
+        ({"workers": -1}, "workers=-1 is not a whole number of at least 0"),
+        ({"workers": "all"}, "workers='all' is not a whole number of at least 0, or \"auto\""),
+        ({"prefetch": 0}, "prefetch=0 is not a whole number of at least 1"),
+        ({"seed": "x"}, "seed='x' is not a whole number of at least 0"),
+    ],
+)
+def test_wrong_arguments_are_named(path, options, text):
+    with pytest.raises(UsageError, match=re.escape(text)):
+        make_dataloader(H5Dataset(path), **{"batch_size": 4} | options)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to a machine: machine(cores=…, shared=…)."""
+
+    def pretend(cores, shared=1 << 40, ranks=None):
+        monkeypatch.setattr(dataloader, "available_cores", lambda: cores)
+        usage = namedtuple("usage", "total used free")(shared, 0, shared)
+        monkeypatch.setattr(dataloader.shutil, "disk_usage", lambda place: usage)
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+    return pretend
+
+
+def test_auto_takes_a_core_each_where_there_is_work(path, machine):
+    machine(cores=8)
+    work = H5Dataset(path, transform=invert)
+    assert auto_workers(work, 1) == 8
+    assert auto_workers(Subset(work, range(20)), 1) == 8
+    assert auto_workers(ConcatDataset([work, work]), 1) == 8
+    assert auto_workers(H5Dataset(path, output="pil"), 1) == 8
+    assert auto_workers(H5Dataset(path, aspect="source"), 1) == 8
+    machine(cores=8, ranks=4)
+    assert auto_workers(work, 1) == 2
+    machine(cores=2, ranks=4)
+    assert auto_workers(work, 1) == 1
+
+
+def test_auto_takes_two_where_pixels_are_only_copied(path, tmp_path, machine):
+    machine(cores=8)
+    assert auto_workers(H5Dataset(path), 1) == 2
+    assert auto_workers(Subset(H5Dataset(path), range(20)), 1) == 2
+    nv12 = [np.zeros((12, 8), np.uint8)] * 9
+    yuv = write_packed(tmp_path / "y.h5", nv12, spec=image_spec("yuv420", (8, 8)))
+    assert auto_workers(H5Dataset(yuv), 1) == 8
+    machine(cores=1)
+    assert auto_workers(H5Dataset(path), 1) == 1
+
+
+def test_auto_takes_no_more_than_batches_or_shared_memory_allow(path, tmp_path, machine):
+    machine(cores=8)
+    work = H5Dataset(path, transform=invert)
+    assert auto_workers(work, 8) == 3
+    batch = 2 * 32 * 32 * 3
+    machine(cores=8, shared=batch * 2 * 3 + 1)
+    assert auto_workers(work, 2) == 3
+    assert auto_workers(work, 2, prefetch=4) == 1
+    original = write_packed(
+        tmp_path / "o.h5",
+        [b"jpeg"] * 9,
+        spec=image_spec("original", (0, 0)),
+        stored_shapes=np.full((9, 2), 5000, np.int32),
+    )
+    assert auto_workers(H5Dataset(original), 2) == 5  # crops of unknown size
+    machine(cores=8, shared=batch)
+    assert auto_workers(work, 2) == 0
+    assert make_dataloader(work, 2).num_workers == 0
+
+
+def test_auto_knows_nothing_of_a_foreign_dataset_but_its_length(machine):
+    machine(cores=4)
+    assert auto_workers(torch.utils.data.TensorDataset(torch.zeros(100)), 10) == 4

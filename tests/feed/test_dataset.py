@@ -1,0 +1,256 @@
+import gc
+import pickle
+import re
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
+
+from h5feed.errors import UsageError
+from h5feed.feed.dataset import H5Dataset
+from mapped import is_view, maps_of
+from packed import image_spec, random_images, write_packed
+
+
+@pytest.fixture
+def images():
+    return random_images(10)
+
+
+@pytest.fixture
+def path(tmp_path, images):
+    return write_packed(tmp_path / "a.h5", images)
+
+
+def test_an_image_is_a_view_of_the_mapped_file(path, images):
+    ds = H5Dataset(path)
+    for i, source in enumerate(images):
+        image, label = ds[i]
+        assert image.dtype == torch.uint8
+        assert image.shape == (3, 32, 32)
+        assert image.stride() == (1, 96, 3)
+        assert is_view(path, image.data_ptr(), image.nbytes)
+        assert np.array_equal(image.permute(1, 2, 0).numpy(), source)
+        assert label == i % 2
+        assert type(label) is int
+
+
+def test_an_image_brings_no_more_storage_than_its_own(path):
+    image, _ = H5Dataset(path)[4]
+    assert image.untyped_storage().nbytes() == 32 * 32 * 3
+    assert len(pickle.dumps(image.clone())) < 2 * 32 * 32 * 3
+
+
+def test_reading_items_allocates_nothing_that_stays_or_grows(tmp_path):
+    ds = H5Dataset(write_packed(tmp_path / "b.h5", random_images(20, (128, 128))))
+    list(ds)
+    gc.collect()
+    tracemalloc.start()
+    for _ in range(20):
+        for i in range(len(ds)):
+            ds[i]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4000  # a single picture has 49,152 bytes
+
+
+def test_plain_h5py_reads_the_same(path):
+    ds = H5Dataset(path)
+    with h5py.File(path) as file:
+        for i in range(len(ds)):
+            assert np.array_equal(file["images"][i], ds[i][0].permute(1, 2, 0).numpy())
+            assert file["labels"][i] == ds[i][1]
+
+
+def test_the_whole_field_is_one_tensor_of_the_same_memory(path):
+    ds = H5Dataset(path)
+    whole = ds.images
+    assert whole.shape == (10, 3, 32, 32)
+    assert whole.is_contiguous(memory_format=torch.channels_last)
+    assert whole[7].data_ptr() == ds[7][0].data_ptr()
+    assert torch.equal(whole[7], ds[7][0])
+
+
+def test_where_the_field_is_not_one_tensor_it_says_so(tmp_path, path):
+    with pytest.raises(UsageError, match=r"single file .*a\.h5 and 1 more has store=raw, fit=st"):
+        H5Dataset([path, path]).images  # noqa: B018
+    nv12 = write_packed(
+        tmp_path / "y.h5", [np.zeros((12, 8), np.uint8)], spec=image_spec("yuv420", (8, 8))
+    )
+    with pytest.raises(UsageError, match=r"store=yuv420.*use ds"):
+        H5Dataset(nv12).images  # noqa: B018
+
+
+def test_indices_are_those_of_a_list(path):
+    ds = H5Dataset(path)
+    assert len(ds) == 10
+    assert torch.equal(ds[-1][0], ds[9][0])
+    assert torch.equal(ds[np.int64(3)][0], ds[torch.tensor(3)][0])
+    for index in (10, -11):
+        with pytest.raises(IndexError, match=f"index {index} is out of range for 10 items"):
+            ds[index]
+    with pytest.raises(IndexError, match="index 10"):
+        ds.__getitems__([0, 10])
+    with pytest.raises(TypeError):
+        ds[1.0]
+    assert len(list(ds)) == 10  # iteration ends at the IndexError
+
+
+def test_several_samples_come_as_a_list_announced_before_they_are_read(path):
+    ds = H5Dataset(path)
+    told = []
+    ds.pixels.announce = lambda indices: told.append(list(indices))
+    samples = ds.__getitems__([3, -1, 3])
+    assert told == [[3, 9, 3]]
+    assert [label for _, label in samples] == [1, 1, 1]
+    assert torch.equal(samples[1][0], ds[9][0])
+
+
+def test_torch_takes_it_apart_and_together(path, images):
+    ds = H5Dataset(path)
+    assert np.array_equal(Subset(ds, [8, 2])[0][0].permute(1, 2, 0), images[8])
+    parts = random_split(ds, [7, 3], torch.Generator().manual_seed(0))
+    assert sorted(i for part in parts for i in part.indices) == list(range(10))
+    both = ConcatDataset([ds, H5Dataset(path)])
+    assert len(both) == 20
+    assert torch.equal(both[13][0], ds[3][0])
+    (batch, labels) = next(iter(DataLoader(Subset(ds, [1, 4, 5]), batch_size=3)))
+    assert batch.shape == (3, 3, 32, 32)
+    assert labels.tolist() == [1, 0, 1]
+
+
+def test_several_files_and_patterns(tmp_path, path, images):
+    write_packed(tmp_path / "b.h5", images[:3])
+    for where in ([path, tmp_path / "b.h5"], tmp_path / "*.h5", str(tmp_path / "?.h5")):
+        ds = H5Dataset(where)
+        assert len(ds) == 13
+        assert np.array_equal(ds[12][0].permute(1, 2, 0), images[2])
+        assert len(ds.samples) == len(ds.targets) == 13
+
+
+def test_imagefolder_attributes(path):
+    ds = H5Dataset(path)
+    assert ds.classes == ["cat", "dög"]
+    assert ds.class_to_idx == {"cat": 0, "dög": 1}
+    assert ds.targets == [0, 1] * 5
+    assert ds.samples[:2] == [("0/ü0.png", 0), ("1/ü1.png", 1)]
+    assert ds.imgs is ds.samples
+    assert ds.transform is None
+    assert ds.target_transform is None
+    assert repr(ds) == (
+        f"H5Dataset('{path}': 10 items, 2 classes, 32x32, store=raw, fit=stretch, output=tensor)"
+    )
+
+
+def test_lists_are_made_at_first_use_and_not_pickled(path):
+    ds = H5Dataset(path, transform=torch.Tensor.float)
+    plain = pickle.dumps(ds)
+    assert ds.targets is ds.targets
+    assert ds.samples is ds.samples
+    assert pickle.dumps(ds) == plain
+    again = pickle.loads(plain)
+    assert again[3][0].dtype == torch.float32
+    assert again.samples == ds.samples
+
+
+def test_labels_as_float_targets_and_none(tmp_path, images):
+    targets = np.random.default_rng(0).random((10, 3), np.float32)
+    ds = H5Dataset(write_packed(tmp_path / "f.h5", images, labels=targets, classes=()))
+    assert ds[4][1].dtype == torch.float32
+    assert torch.equal(ds[4][1], torch.from_numpy(targets[4]))
+    assert torch.equal(ds.targets, torch.from_numpy(targets))
+    assert ds.classes == []
+    ds[4][1].zero_()
+    ds.targets.zero_()
+    assert torch.equal(ds[4][1], torch.from_numpy(targets[4]))
+
+    flat = H5Dataset(write_packed(tmp_path / "n.h5", images, labels=np.full(10, -1), classes=()))
+    assert flat[0][1] == -1
+    assert flat.targets == [-1] * 10
+
+
+def test_masks_come_in_the_label_s_place(tmp_path, images):
+    masks = [m[:, :, :1].copy() for m in random_images(10, seed=5)]
+    path = write_packed(tmp_path / "m.h5", images, masks=masks)
+    image, mask = H5Dataset(path)[3]
+    assert mask.dtype == torch.uint8
+    assert mask.shape == (32, 32)
+    assert is_view(path, mask.data_ptr(), mask.nbytes)
+    assert np.array_equal(mask.numpy(), masks[3][:, :, 0])
+    assert np.array_equal(image.permute(1, 2, 0), images[3])
+    assert np.array_equal(H5Dataset(path, output="numpy")[3][1], masks[3][:, :, 0])
+    drawn = H5Dataset(path, output="pil")[3][1]
+    assert drawn.mode == "L"
+    assert np.array_equal(np.asarray(drawn), masks[3][:, :, 0])
+
+
+def test_output_numpy_is_a_read_only_view(path, images):
+    image, _ = H5Dataset(path, output="numpy")[2]
+    assert is_view(path, image.ctypes.data, image.nbytes)
+    assert np.array_equal(image, images[2])
+    with pytest.raises(ValueError, match="read-only"):
+        image[0] = 0
+
+
+def test_output_pil_is_a_copy(path, images):
+    ds = H5Dataset(path, output="pil")
+    image, _ = ds[2]
+    assert isinstance(image, Image.Image)
+    assert image.mode == "RGB"
+    image.paste((0, 0, 0), (0, 0, 32, 32))
+    assert np.array_equal(np.asarray(ds[2][0]), images[2])
+
+
+def test_transforms_are_called_as_in_torchvision(path):
+    ds = H5Dataset(
+        path, transform=lambda image: image.shape, target_transform=lambda label: label + 100
+    )
+    assert ds[3] == ((3, 32, 32), 101)
+    ds.transform = lambda image: "other"
+    ds.target_transform = None
+    assert ds[3] == ("other", 1)
+    assert H5Dataset(path, output="pil", transform=lambda image: image.size)[0][0] == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"output": "cupy"}, "output='cupy' is not one of tensor, pil, numpy"),
+        ({"aspect": "true"}, "aspect='true' is not one of stored, source"),
+    ],
+)
+def test_wrong_choices_name_the_right_ones(path, options, text):
+    with pytest.raises(UsageError, match=re.escape(text)):
+        H5Dataset(path, **options)
+
+
+def test_a_subclass_keeps_its_own_attributes_through_pickle(path):
+    ds = H5Dataset(path)
+    ds.note = "mine"
+    assert pickle.loads(pickle.dumps(ds)).note == "mine"
+
+
+def test_threads_read_what_one_thread_reads(path, images):
+    ds = H5Dataset(path)
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda i: ds[i % 10][0].permute(1, 2, 0).numpy().copy(), range(500)))
+    assert all(np.array_equal(image, images[i % 10]) for i, image in enumerate(got))
+
+
+def test_an_image_outlives_its_dataset(path, images):
+    image, _ = H5Dataset(path)[6]
+    gc.collect()
+    assert np.array_equal(image.permute(1, 2, 0), images[6])
+
+
+def test_a_dropped_dataset_unmaps_its_file_at_once(path):
+    ds = H5Dataset(path, transform=torch.Tensor.clone)
+    ds[0]
+    assert maps_of(path)
+    del ds
+    assert not maps_of(path)

@@ -1,0 +1,438 @@
+import gc
+import itertools
+import weakref
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from h5feed import H5Dataset, H5Loader, UsageError, augment
+from h5feed.feed.random import Draws
+from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
+from packed import random_images, write_packed
+from pictures import smooth
+
+CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
+NORMALIZE = augment.Normalize(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.2))
+
+
+@pytest.fixture
+def ds(tmp_path):
+    return H5Dataset(write_kind(tmp_path / "a.h5", "raw"))
+
+
+def load(ds, batch_size=5, **options):
+    with H5Loader(ds, batch_size, with_index=True, **options) as loader:
+        return by_index(loader)
+
+
+def test_a_batch_is_what_it_says(ds):
+    with H5Loader(ds, 5, augment=CROP, threads=2) as loader:
+        batches = list(loader)
+        assert len(loader) == len(batches) == 3
+    assert [len(images) for images, _ in batches] == [5, 5, 2]
+    for images, labels in batches:
+        assert images.dtype == torch.uint8
+        assert images.shape[1:] == (3, 16, 16)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert labels.dtype == torch.int64
+        assert labels.shape == (len(images),)
+
+
+def test_drop_last(ds):
+    with H5Loader(ds, 5, drop_last=True) as loader:
+        assert len(loader) == 2
+        assert [len(images) for images, _ in loader] == [5, 5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_once_with_its_label(tmp_path, kind):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
+    found = load(ds, augment=CROP, threads=3)
+    assert sorted(found) == list(range(12))
+    assert [found[i][1].item() for i in range(12)] == ds.targets
+
+
+@pytest.mark.parametrize("kind", ONE_SIZE)
+@pytest.mark.parametrize("on", ["cpu", "device"])
+def test_without_ops_pictures_come_as_they_are_stored(tmp_path, kind, on):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
+    found = load(ds, augment_on=on)
+    for index, (views, _) in found.items():
+        difference = (views[0].int() - ds[index][0].int()).abs()
+        assert difference.max() <= (2 if kind == "yuv420" else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
+    """Against the pipeline fed one picture at a time from H5Dataset."""
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", kind), output="numpy")
+    pixels = ds.pixels
+    found = load(ds, augment=CROP, seed=3)
+    for index, (views, _) in found.items():
+        pipeline = augment.Pipeline(CROP)
+        yuv = pixels.specs["images"].encoding == "yuv420"
+        stored = pixels.stored_shapes[[index]]
+        pipeline.bind(tuple(stored[0].tolist()), encoding="yuv420" if yuv else "raw")
+        params = pipeline.draw(
+            Draws(3, 0, np.array([index])),
+            stored,
+            stored if kind == "crop" else pixels.source_shapes[[index]],
+            None if pixels.boxes is None else pixels.boxes[[index]],
+        )
+        out = np.empty((1, 16, 16, 3), np.uint8)
+        picture = pixels.item("images", index) if yuv else ds[index][0]
+        pipeline.run_cpu(params, 0, [picture], out)
+        np.testing.assert_array_equal(views[0].permute(1, 2, 0).numpy(), out[0])
+
+
+@pytest.mark.parametrize("kind", ONE_SIZE)
+def test_device_and_cpu_agree(tmp_path, kind):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
+    here, there = (load(ds, augment=CROP, augment_on=on) for on in ("cpu", "device"))
+    for index in here:
+        difference = (here[index][0][0].float() - there[index][0][0].float()).abs()
+        assert difference.max() <= 2
+        assert difference.mean() <= 0.5
+
+
+OPS = {
+    "resize": (augment.Resize((20, 24)),),
+    "center": (augment.CenterCrop(20),),
+    "crop": (augment.RandomCrop(32, padding=4), augment.RandomHorizontalFlip()),
+    "resized crop": CROP,
+    "vertical": (augment.RandomVerticalFlip(),),
+    "erasing": (augment.RandomErasing(p=1.0),),
+    "normalize": (*CROP, augment.ToFloat(), NORMALIZE),
+    "bfloat16": (*CROP, augment.ToFloat(torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
+def test_threads_batches_and_ranks_change_no_pixel(ds, ops):
+    expected = load(ds, augment=ops, threads=1, batch_size=12)
+    assert_same(load(ds, augment=ops, threads=8, batch_size=5), expected)
+    assert_same(load(ds, augment=ops, threads=2, batch_size=1, prefetch=5), expected)
+    ranks = [load(ds, 2, augment=ops, rank=rank, world_size=3) for rank in range(3)]
+    assert_same({k: v for found in ranks for k, v in found.items()}, expected)
+
+
+@pytest.mark.parametrize("option", [{"seed": 1}, {"epoch": 1}])
+def test_seed_and_epoch_change_order_and_crops(ds, option):
+    def epoch_of(seed=0, epoch=0):
+        with H5Loader(ds, 12, augment=CROP, seed=seed, with_index=True) as loader:
+            loader.set_epoch(epoch)
+            ((images, _, indices),) = loader
+            return indices.tolist(), {i: images[k].clone() for k, i in enumerate(indices.tolist())}
+
+    order, images = epoch_of()
+    other_order, other_images = epoch_of(**option)
+    assert order != other_order
+    assert sum((images[i] == other_images[i]).all().item() for i in images) < 3
+
+
+def test_float_batches(ds):
+    with H5Loader(ds, 4, augment=(*CROP, augment.ToFloat(), NORMALIZE), shuffle=False) as loader:
+        images, _ = next(iter(loader))
+    assert images.dtype == torch.float32
+    with H5Loader(ds, 4, augment=CROP, shuffle=False) as loader:
+        plain, _ = next(iter(loader))
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (NORMALIZE.mean, NORMALIZE.std))
+    torch.testing.assert_close(images, (plain / 255 - mean) / std)
+
+
+@pytest.mark.parametrize("on", ["cpu", "device"])
+def test_views_differ_and_each_is_a_function_of_the_sample(ds, on):
+    found = load(ds, augment=CROP, views=2, augment_on=on)
+    single = load(ds, augment=CROP, augment_on=on)
+    same = 0
+    for index, ((first, second), _) in found.items():
+        assert (first == single[index][0][0]).all()
+        same += (first == second).all().item()
+    assert same < 3
+    assert_same(load(ds, 12, augment=CROP, views=2, augment_on=on, threads=1), found)
+
+
+@pytest.fixture
+def masked(tmp_path):
+    """Pictures whose every channel is the mask itself."""
+    rng = np.random.default_rng(0)
+    masks = [rng.integers(0, 9, (32, 32, 1), dtype=np.uint8) for _ in range(10)]
+    images = [np.repeat(mask, 3, axis=2) for mask in masks]
+    return H5Dataset(write_packed(tmp_path / "m.h5", images, masks=masks))
+
+
+@pytest.mark.parametrize("on", ["cpu", "device"])
+def test_masks_have_their_pictures_geometry(masked, on):
+    ops = (augment.RandomCrop(24), augment.RandomHorizontalFlip(), augment.RandomVerticalFlip())
+    with H5Loader(masked, 4, augment=ops, augment_on=on) as loader:
+        for images, masks in loader:
+            assert masks.dtype == torch.uint8
+            assert masks.shape == (len(images), 24, 24)
+            assert (images == masks[:, None]).all()
+
+
+def test_masks_without_ops_and_with_views(masked):
+    found = load(masked, shuffle=False)
+    assert all((mask == masked[i][1]).all() for i, (_, mask) in found.items())
+    with H5Loader(masked, 4, augment=(augment.RandomCrop(24),), views=2) as loader:
+        for images, masks in loader:
+            assert all((i == m[:, None]).all() for i, m in zip(images, masks, strict=True))
+
+
+def test_mixup_gives_soft_targets(ds):
+    with H5Loader(ds, 6, augment=(*CROP, augment.Mixup())) as loader:
+        for _, labels in loader:
+            assert labels.dtype == torch.float32
+            assert labels.shape == (6, 2)
+            torch.testing.assert_close(labels.sum(dim=1), torch.ones(6))
+
+
+def test_mixup_on_cpu_and_device_agree(ds):
+    ops = (*CROP, augment.Mixup())
+    with H5Loader(ds, 6, augment=ops) as a, H5Loader(ds, 6, augment=ops, augment_on="device") as b:
+        for (here, labels), (there, others) in zip(a, b, strict=True):
+            assert (here.float() - there.float()).abs().max() <= 3
+            torch.testing.assert_close(labels, others)
+
+
+def test_target_transform_and_float_targets(tmp_path):
+    targets = np.random.default_rng(0).random((10, 3), np.float32)
+    path = write_packed(tmp_path / "a.h5", random_images(10), labels=targets, classes=())
+    found = load(H5Dataset(path))
+    assert all((label.numpy() == targets[i]).all() for i, (_, label) in found.items())
+    doubled = load(H5Dataset(path, target_transform=lambda t: t * 2))
+    assert all((label.numpy() == targets[i] * 2).all() for i, (_, label) in doubled.items())
+    path = write_packed(tmp_path / "b.h5", random_images(4))
+    tens = load(H5Dataset(path, target_transform=lambda label: label * 10))
+    assert sorted(label.item() for _, label in tens.values()) == [0, 0, 10, 10]
+
+
+def test_several_files(tmp_path):
+    images = [smooth(32, 32, k) for k in range(10)]
+    paths = [write_packed(tmp_path / f"{k}.h5", images[5 * k : 5 * k + 5]) for k in range(2)]
+    ds = H5Dataset(paths)
+    for ops in ((), CROP):
+        one = write_packed(tmp_path / "all.h5", images, labels=np.arange(10) % 5 % 2)
+        assert_same(load(ds, augment=ops), load(H5Dataset(one), augment=ops))
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def order_of(ds, **options):
+    with H5Loader(ds, 5, with_index=True, **options) as loader:
+        return torch.cat([indices for *_, indices in loader]).tolist()
+
+
+def test_orders(ds):
+    assert order_of(ds, shuffle=False) == list(range(12))
+    assert sorted(order_of(ds)) == list(range(12))
+    assert order_of(ds) != list(range(12))
+    blocks = order_of(ds, shuffle="block", block=3, window=2)
+    assert sorted(blocks) == list(range(12))
+    assert len({i // 3 for i in blocks[:6]}) == 2
+
+
+def test_indices_and_samplers(ds):
+    assert order_of(ds, indices=[3, 1, 8], shuffle=False) == [3, 1, 8]
+    assert sorted(order_of(ds, indices=[3, 1, 8])) == [1, 3, 8]
+    assert order_of(ds, sampler=SequentialSampler(range(7))) == list(range(7))
+    weighted = WeightedRandomSampler([1.0] * 12, 40)
+    assert len(order_of(ds, sampler=weighted)) == 40
+    assert order_of(ds, sampler=weighted) == order_of(ds, sampler=weighted)
+    assert order_of(ds, sampler=weighted) != order_of(ds, sampler=weighted, seed=1)
+
+
+def test_a_sampler_leaves_the_callers_random_numbers_alone(ds):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    order_of(ds, sampler=WeightedRandomSampler([1.0] * 12, 40))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_sample_drawn_twice_is_augmented_twice(ds):
+    with H5Loader(ds, 8, augment=CROP, sampler=[4] * 8) as loader:
+        ((images, _),) = loader
+    assert len({image.numpy().tobytes() for image in images}) > 5
+
+
+def test_every_pass_is_the_next_epoch(ds):
+    loader = H5Loader(ds, 12, with_index=True)
+    first, second, third = (next(iter(loader))[2].tolist() for _ in range(3))
+    assert first != second != third != first
+    loader.set_epoch(0)
+    assert next(iter(loader))[2].tolist() == first
+    for *_, indices in loader:
+        assert indices.tolist() == second
+    loader.set_epoch(1)
+    assert next(iter(loader))[2].tolist() == second
+
+
+def test_ranks_from_torch_distributed(ds, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    loader = H5Loader(ds, 2)
+    assert (loader.rank, loader.world_size, len(loader)) == (1, 3, 2)
+
+
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+def test_tails(tmp_path, tail):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=11))
+    seen, repeated = [], 0
+    for rank in range(3):
+        with H5Loader(ds, 2, rank=rank, world_size=3, tail=tail, with_index=True) as loader:
+            seen += torch.cat([indices for *_, indices in loader]).tolist()
+            repeated += loader.stats()["repeated"]
+    if tail == "pad":
+        assert set(seen) == set(range(11))
+        assert (len(seen), repeated) == (12, 1)
+    else:
+        assert (len(set(seen)), len(seen), repeated) == (9, 9, 0)
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_a_list_of_all_batches_is_right_and_warned_of_once(ds):
+    loader = H5Loader(ds, 1, augment=CROP, with_index=True)
+    with pytest.warns(UserWarning, match="batches are held at once") as caught:
+        batches = list(loader)
+    assert len(caught) == 1
+    assert "images.clone()" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    found = by_index(batches)
+    loader.set_epoch(0)
+    assert_same(by_index(loader), found)
+    assert loader.stats()["held_many"]
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [lambda t: t.detach(), lambda t: t.numpy(), lambda t: t[2:3], lambda t: t.view(-1)],
+    ids=["detach", "numpy", "slice", "view"],
+)
+def test_what_the_caller_keeps_does_not_change(tmp_path, alias):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
+    with H5Loader(ds, 4, augment=CROP) as loader:
+        passed = iter(loader)
+        kept = alias(next(passed)[0].permute(0, 2, 3, 1))
+        copy = np.asarray(kept).copy()
+        for _ in passed:
+            pass
+        for _ in loader:
+            pass
+        np.testing.assert_array_equal(np.asarray(kept), copy)
+
+
+def test_memory_is_used_again(tmp_path):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
+    with H5Loader(ds, 4, augment=CROP, prefetch=2) as loader:
+        places = {images.data_ptr() for _ in range(4) for images, _ in loader}
+        assert len(places) <= 4
+        assert loader.stats()["slots"] <= 4
+
+
+def test_small_sets_and_empty_ones(tmp_path):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=1))
+    assert list(load(ds, 5, augment=CROP, threads=8)) == [0]
+    assert load(ds, indices=[]) == {}
+    assert len(H5Loader(ds, 5, indices=[])) == 0
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
+        ({"prefetch": 0}, "prefetch=0 must be"),
+        ({"views": 0}, "views=0 must be"),
+        ({"threads": 0}, 'threads=0 must be "auto" or a whole number'),
+        ({"threads": "many"}, "threads='many' must be"),
+        ({"shuffle": "blocks"}, "shuffle='blocks' is none of"),
+        ({"rank": 1}, "rank=1 and world_size=None: give both or neither"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not in 0 to world_size-1=1"),
+        ({"augment_on": "gpu"}, "augment_on='gpu' is none of"),
+        ({"device": "meta"}, "device='meta' is not one H5Loader sends to"),
+        ({"tail": "cut"}, "tail='cut' is none of pad, drop"),
+        ({"on_error": "ignore"}, "on_error='ignore' is none of raise, skip"),
+        ({"lookahead": -1}, "lookahead=-1"),
+        ({"indices": [12]}, "indices gives indices from 12 to 12; the dataset has 0 to 11"),
+        ({"indices": [0.5]}, "indices must give one whole number per sample"),
+        ({"sampler": [1], "shuffle": True}, "sampler decides the order alone"),
+        ({"block": 0}, "block=0, window=16"),
+    ],
+)
+def test_refuses_a_wrong_argument(ds, options, message):
+    with pytest.raises(UsageError) as caught:
+        H5Loader(ds, **{"batch_size": 4, **options})
+    assert message in str(caught.value)
+
+
+def test_refuses_foreign_datasets_transforms_and_samplers(ds):
+    with pytest.raises(UsageError, match="is no H5Dataset; for any other dataset use torch's"):
+        H5Loader([1, 2, 3], 4)
+    with pytest.raises(UsageError, match="DistributedSampler would be split among the ranks twice"):
+        H5Loader(ds, 4, sampler=DistributedSampler(ds, num_replicas=2, rank=0))
+    batches = BatchSampler(SequentialSampler(ds), 3, drop_last=False)
+    with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
+        iter(H5Loader(ds, 4, sampler=batches))
+    ds.transform = lambda image: image
+    with pytest.raises(UsageError, match="use make_dataloader"):
+        H5Loader(ds, 4)
+
+
+@pytest.mark.parametrize("kind", ["original", "keep"])
+def test_refuses_pictures_of_several_sizes(tmp_path, kind):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
+    with pytest.raises(UsageError, match="leaves images of several sizes"):
+        H5Loader(ds, 4)
+    with pytest.raises(UsageError, match='augment_on="device" needs pictures of one size'):
+        H5Loader(ds, 4, augment=CROP, augment_on="device")
+
+
+def test_stats_say_what_was_done(ds):
+    with H5Loader(ds, 5, augment=CROP, threads=2) as loader:
+        for _ in loader:
+            pass
+        stats = loader.stats()
+    assert (stats["batches"], stats["images"], stats["skipped"], stats["repeated"]) == (3, 12, 0, 0)
+    assert (stats["threads"], stats["prefetch"], stats["augment_on"]) == (2, 2, "cpu")
+    assert stats["augment_on_reason"] == "batches stay on the CPU"
+    assert 0 < stats["slots"] <= 4
+    assert stats["slot_bytes"] == stats["slots"] * 5 * 16 * 16 * 3
+    assert stats["wait_s"] > 0
+
+
+@pytest.mark.parametrize(("side", "left"), [(256, 3), (257, 1)])
+def test_cv2_threads_are_turned_off_for_large_images_only(ds, side, left):
+    before = cv2.getNumThreads()
+    try:
+        cv2.setNumThreads(3)
+        H5Loader(ds, 4, augment=(augment.RandomResizedCrop(side),), threads=2)
+        assert cv2.getNumThreads() == left
+    finally:
+        cv2.setNumThreads(before)
+
+
+def test_the_loader_dies_with_its_last_reference(ds):
+    loader = H5Loader(ds, 2, augment=CROP)
+    passed = iter(loader)
+    next(passed)
+    watch = weakref.ref(loader)
+    del loader
+    assert watch() is None
+    assert len(list(itertools.islice(passed, 2))) == 2, "a pass goes on without it"
+    del passed
+    gc.collect()

@@ -1,0 +1,343 @@
+"""How H5Loader ends: at break, errors, signals, exit; and that nothing is left behind."""
+
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from h5feed import DamagedItemError, H5Dataset, H5Loader, augment
+from h5feed.feed.fields import Augmented
+from h5feed.store.layout import Columns
+from h5feed.store.write import finalize, head_bytes
+from loaders import by_index, loader_threads, wait_until, write_kind
+from packed import image_spec, write_packed
+from pictures import jpeg_bytes, smooth
+
+CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
+
+
+@pytest.fixture
+def ds(tmp_path):
+    return H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    before = loader_threads()
+    yield
+    gc.collect()
+    assert wait_until(lambda: loader_threads() <= before)
+
+
+def test_break_leaves_a_loader_that_can_be_used(ds):
+    with H5Loader(ds, 4, augment=CROP, threads=3) as loader:
+        for _ in range(50):
+            for _ in loader:
+                break
+        assert sum(1 for _ in loader) == 15
+        assert loader.stats()["slots"] <= 3 * (loader.prefetch + 2)
+
+
+def test_an_error_in_the_loop_is_the_callers(ds):
+    loader = H5Loader(ds, 4, augment=CROP, threads=3)
+
+    def loop():
+        for _ in loader:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        loop()
+    assert sum(len(images) for images, _ in loader) == 60
+
+
+def test_closing_a_generator_that_wraps_a_pass(ds):
+    def wrapped(loader):
+        yield from loader
+
+    with H5Loader(ds, 4, augment=CROP) as loader:
+        generator = wrapped(loader)
+        next(generator)
+        generator.close()
+        assert sum(1 for _ in loader) == 15
+
+
+def test_two_passes_at_once(ds):
+    with H5Loader(ds, 4, augment=CROP, with_index=True) as loader:
+        one, two = iter(loader), iter(loader)
+        for (a, _, i), (b, _, j) in zip(one, two, strict=True):
+            assert torch.equal(i, j)
+            assert torch.equal(a, b)
+            assert a.data_ptr() != b.data_ptr()
+
+
+def test_close_during_a_pass_and_again(ds):
+    loader = H5Loader(ds, 4, augment=CROP)
+    passed = iter(loader)
+    next(passed)
+    loader.close()
+    loader.close()
+    assert sum(1 for _ in loader) == 15
+
+
+def test_a_closed_pass_is_over(ds):
+    for _ in range(20):
+        loader = H5Loader(ds, 4, augment=CROP, prefetch=4)
+        passed = iter(loader)
+        next(passed)
+        loader.close()
+        assert list(passed) == []
+
+
+def test_close_wakes_a_loop_that_waits(ds, monkeypatch):
+    fill, going = Augmented.fill, threading.Event()
+
+    def slow(*args):
+        going.set()
+        time.sleep(0.1)
+        fill(*args)
+
+    monkeypatch.setattr(Augmented, "fill", slow)
+    loader = H5Loader(ds, 4, augment=CROP, threads=2)
+    looping = threading.Thread(target=lambda: [None for _ in loader], daemon=True)
+    looping.start()
+    going.wait()
+    loader.close()
+    looping.join(20)
+    assert not looping.is_alive()
+
+
+def test_an_error_in_a_thread_reaches_the_caller(ds, monkeypatch):
+    def fails(self, indices, params, k0, slots):
+        if 17 in indices:
+            raise MemoryError("no more")
+
+    monkeypatch.setattr(Augmented, "fill", fails)
+    with H5Loader(ds, 4, augment=CROP, threads=2, shuffle=False) as loader:
+        passed = iter(loader)
+        assert len([next(passed) for _ in range(4)]) == 4, "batches before it are delivered"
+        with pytest.raises(MemoryError, match="no more"):
+            next(passed)
+        assert list(passed) == []
+
+
+def test_an_error_while_planning_reaches_the_caller(ds):
+    ops = (augment.RandomCrop(40),)  # larger than the pictures
+    with H5Loader(ds, 4, augment=ops) as loader, pytest.raises(Exception, match="40"):
+        next(iter(loader))
+
+
+# --- damaged items ------------------------------------------------------------------------------
+
+
+def write_damaged(path, encoding="jpeg", damaged=(3,), count=12):
+    data = [jpeg_bytes(smooth(32, 32, seed)) for seed in range(count)]
+    for k in damaged:
+        data[k] = data[k][: len(data[k]) // 3]
+    spec = image_spec(encoding, (0, 0) if encoding == "original" else (32, 32))
+    shapes = np.full((count, 2), 32, np.int32)
+    return write_packed(path, data, spec=spec, stored_shapes=shapes, source_shapes=shapes)
+
+
+def test_a_damaged_item_names_file_key_and_index(tmp_path):
+    path = write_damaged(tmp_path / "a.h5")
+    loader = H5Loader(H5Dataset(path), 4, augment=CROP)
+    with pytest.raises(DamagedItemError) as caught:
+        list(loader)
+    text = str(caught.value)
+    assert f"{path}: item 3 of /images (key '1/ü3.png') cannot be decoded: " in text
+    assert 'check-h5 lists every damaged item, and on_error="skip"' in text
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "original"])
+@pytest.mark.parametrize("on", ["cpu", "device"])
+def test_skip_puts_the_next_whole_sample_in_its_place(tmp_path, encoding, on):
+    if encoding == "original" and on == "device":
+        return
+    options = {"augment": CROP, "shuffle": False, "with_index": True, "augment_on": on}
+    whole = H5Dataset(write_damaged(tmp_path / "whole.h5", encoding, damaged=()))
+    damaged = H5Dataset(write_damaged(tmp_path / "a.h5", encoding, damaged=(3, 5, 6)))
+    with H5Loader(whole, 4, **options) as loader:
+        expected = by_index(loader)
+    with H5Loader(damaged, 4, on_error="skip", **options) as loader:
+        batches = list(loader)
+        assert loader.stats()["skipped"] == 3
+    indices = [k for *_, found in batches for k in found.tolist()]
+    assert indices == [0, 1, 2, 0, 4, 7, 7, 7, 8, 9, 10, 11]
+    for images, labels, found in batches:
+        for image, label, index in zip(images, labels, found.tolist(), strict=True):
+            assert torch.equal(image, expected[index][0][0])
+            assert label == expected[index][1]
+
+
+def test_skip_needs_one_whole_sample(tmp_path):
+    ds = H5Dataset(write_damaged(tmp_path / "a.h5", damaged=range(4, 8)))
+    with H5Loader(ds, 4, augment=CROP, shuffle=False, on_error="skip") as loader:
+        passed = iter(loader)
+        next(passed)
+        with pytest.raises(DamagedItemError, match="item 4 of /images"):
+            next(passed)
+
+
+# --- leaks --------------------------------------------------------------------------------------
+
+
+def anonymous_bytes():
+    """Bytes of this process that are no file's pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return int(dict(line.split(":") for line in lines)["Anonymous"].split()[0]) * 1024
+
+
+def test_a_thousand_epochs_leave_nothing(tmp_path):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=8))
+    with H5Loader(ds, 3, augment=CROP, threads=2) as loader:
+        for _ in range(50):
+            for _ in loader:
+                pass
+        gc.collect()
+        objects, memory = len(gc.get_objects()), anonymous_bytes()
+        threads, files = len(loader_threads()), psutil.Process().num_fds()
+        slots = loader.stats()["slots"]
+        for _ in range(1000):
+            for _ in loader:
+                pass
+        gc.collect()
+        assert len(gc.get_objects()) < objects + 200
+        assert anonymous_bytes() < memory + (4 << 20)
+        assert len(loader_threads()) == threads
+        assert psutil.Process().num_fds() == files
+        assert loader.stats()["slots"] <= slots + 2
+
+
+def test_loaders_that_come_and_go_leave_nothing(ds):
+    def one():
+        for _ in H5Loader(ds, 4, augment=CROP, threads=2):
+            break
+
+    for _ in range(5):
+        one()
+    wait_until(lambda: not loader_threads())
+    memory = anonymous_bytes()
+    for _ in range(100):
+        one()
+    wait_until(lambda: not loader_threads())
+    assert anonymous_bytes() < memory + (8 << 20)
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+SCRIPT = """
+    import sys, time
+    from h5feed import H5Dataset, H5Loader
+    from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
+    loader = H5Loader(H5Dataset(sys.argv[1]), 4, threads=4, prefetch=4,
+                      augment=(RandomResizedCrop(400), RandomHorizontalFlip()))
+"""
+
+
+def start(ds, body):
+    code = textwrap.dedent(SCRIPT) + textwrap.dedent(body)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, ds.pixels.paths[0]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "passed = iter(loader); next(passed)",
+        "for batch in loader: pass",
+        "for batch in loader: sys.exit(0)",
+        "import threading\nthreading.Thread(target=lambda: [None for _ in loader]).start()",
+    ],
+)
+def test_the_interpreter_exits(ds, body):
+    process = start(ds, body)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_ctrl_c_ends_a_loop_at_once(ds):
+    process = start(ds, "print('go', flush=True)\nwhile True:\n  for batch in loader: pass\n")
+    assert process.stdout.readline() == "go\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert process.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_while_waiting_keeps_the_loader_whole(ds):
+    body = """
+    import os, signal, threading
+    from h5feed.feed.fields import Augmented
+    fill = Augmented.fill
+    Augmented.fill = lambda *args: (time.sleep(0.3), fill(*args))
+    passed, seen = iter(loader), 0
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        next(passed)
+    except KeyboardInterrupt:
+        Augmented.fill = fill
+        print(sum(len(images) for images, _ in passed))
+    """
+    process = start(ds, body)
+    out, errors = process.communicate(timeout=60)
+    assert (out, errors) == ("60\n", "")
+
+
+def test_a_forked_child_can_use_the_loader(ds):
+    with H5Loader(ds, 4, augment=CROP) as loader:
+        next(iter(loader))
+        pid = os.fork()
+        if pid == 0:
+            count = sum(len(images) for images, _ in loader)
+            os._exit(0 if count == 60 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def write_sparse(path, count, side):
+    """A file of `count` black pictures whose pixels are a hole: as large as wanted, on no disk."""
+    spec = image_spec(size=(side, side))
+    partial = path.with_name("partial")
+    partial.touch()
+    os.truncate(partial, head_bytes([spec]) + count * spec.item_bytes)
+    key = b"a/b.png"
+    columns = Columns(
+        labels=np.zeros(count, np.int64),
+        classes=("a",),
+        key_bytes=np.frombuffer(key * count, np.uint8),
+        key_offsets=np.arange(count + 1) * len(key),
+        source_shapes=np.full((count, 2), side, np.int32),
+        crc32=np.zeros(count, np.uint32),
+    )
+    nothing = {"images": None}
+    finalize(partial, path, [spec], columns, {}, offsets=nothing, shapes=nothing, side={})
+    return path
+
+
+def test_memory_does_not_grow_with_the_file_or_the_epochs(tmp_path):
+    path = write_sparse(tmp_path / "a.h5", 400_000, 256)
+    if path.stat().st_blocks * 512 > 1 << 30:
+        pytest.skip("this file system has no holes")
+    assert path.stat().st_size > 70e9
+    before = anonymous_bytes()
+    with H5Loader(H5Dataset(path), 64, augment=CROP, threads=2) as loader:
+        for _ in range(50):
+            for images, _ in itertools.islice(loader, 4):
+                assert not images.any()
+        most = anonymous_bytes() - before - loader.stats()["slot_bytes"]
+    assert most < 300e6

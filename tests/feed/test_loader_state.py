@@ -1,0 +1,227 @@
+"""Leaving off anywhere and going on elsewhere, with exactly what would have come."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler, WeightedRandomSampler
+
+from h5feed import H5Dataset, H5Loader, UsageError, augment
+from loaders import assert_same, by_index, write_kind
+
+CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
+COUNT = 40
+
+
+@pytest.fixture
+def ds(tmp_path):
+    return H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=COUNT))
+
+
+def make(ds, batch_size=4, **options):
+    return H5Loader(ds, batch_size, augment=CROP, with_index=True, **options)
+
+
+def go_on(ds, state, **options):
+    """What a new loader delivers from `state`, on all ranks together."""
+    found = {}
+    world = options.get("world_size", 1)
+    for rank in range(world):
+        with make(ds, **{**options, "rank": rank, "world_size": world}) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            found.update(by_index(loader))
+    return found
+
+
+ELSEWHERE = [
+    {},
+    {"batch_size": 7},
+    {"batch_size": 1, "threads": 8, "prefetch": 5},
+    {"batch_size": 2, "world_size": 3},
+    {"seed": 99},
+]
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE, ids=str)
+@pytest.mark.parametrize(
+    "order", [{}, {"shuffle": "block", "block": 5}, {"shuffle": False}], ids=str
+)
+def test_what_is_left_comes_exactly(ds, elsewhere, order):
+    with make(ds, seed=5, threads=2, **order) as loader:
+        loader.set_epoch(3)
+        expected = by_index(loader)
+        loader.set_epoch(3)
+        passed = iter(loader)
+        done = by_index([next(passed) for _ in range(4)])
+        state = loader.state_dict()
+    assert len(done) == 16
+    assert (state["epoch"], state["consumed"], state["seed"]) == (3, 16, 5)
+    rest = go_on(ds, state, **order, **elsewhere)
+    padded = set(rest) & set(done)
+    assert len(padded) < elsewhere.get("world_size", 1)
+    assert_same(done | rest, expected)
+
+
+def test_prefetched_batches_are_not_lost(ds):
+    with make(ds, prefetch=8, threads=4) as loader:
+        passed = iter(loader)
+        next(passed)
+        for work in passed._works:
+            work.ready.acquire()
+            work.ready.release()
+        assert loader.state_dict()["consumed"] == 4
+
+
+def test_state_before_and_after_a_pass(ds):
+    with make(ds, seed=1) as loader:
+        state = loader.state_dict()
+        assert (state["epoch"], state["consumed"]) == (0, 0)
+        iter(loader)
+        assert loader.state_dict()["consumed"] == 0
+        passed = iter(loader)
+        for _ in range(10):
+            next(passed)
+        state = loader.state_dict()
+        assert (state["epoch"], state["consumed"]) == (0, COUNT)
+        assert list(passed) == []
+        state = loader.state_dict()
+        assert (state["epoch"], state["consumed"]) == (1, 0)
+
+
+def test_a_pass_resumed_at_its_end_is_empty_and_the_next_is_whole(ds):
+    with make(ds) as loader:
+        passed = iter(loader)
+        for _ in range(10):
+            next(passed)
+        state = loader.state_dict()
+    with make(ds) as loader:
+        loader.load_state_dict(state)
+        loader.set_epoch(0)
+        assert list(loader) == []
+        loader.set_epoch(1)
+        assert len(by_index(loader)) == COUNT
+
+
+def test_resuming_twice_and_state_in_mid_resume(ds):
+    with make(ds) as loader:
+        expected = by_index(loader)
+    found, state = {}, None
+    for batch_size in (3, 5, 2, 40):
+        with make(ds, batch_size) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            passed = iter(loader)
+            found |= by_index([next(passed), *([next(passed)] if batch_size < 40 else [])])
+            state = loader.state_dict()
+    assert_same(found, expected)
+
+
+def test_set_epoch_of_the_same_epoch_keeps_a_loaded_state(ds):
+    with make(ds) as loader:
+        passed = iter(loader)
+        next(passed)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        loader.set_epoch(0)
+        assert len(by_index(loader)) == COUNT - 4
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        assert len(by_index(loader)) == COUNT
+        assert len(loader) == 10
+
+
+def test_a_state_is_a_few_values(ds):
+    state = make(ds).state_dict()
+    assert state.keys() == {
+        "version",
+        "fingerprint",
+        "order",
+        "listed",
+        "seed",
+        "epoch",
+        "consumed",
+    }
+    assert len(json.dumps(state)) < 250
+    torch.save(state, "/dev/null")
+
+
+# --- samplers -----------------------------------------------------------------------------------
+
+
+def test_a_sampler_is_replayed(ds):
+    def sampler():
+        return WeightedRandomSampler([1.0] * COUNT, 30)
+
+    def keyed(batches):
+        pairs = [(images, ids.tolist()) for images, _, ids in batches]
+        return [
+            (i, image.clone())
+            for images, ids in pairs
+            for i, image in zip(ids, images, strict=True)
+        ]
+
+    with make(ds, sampler=sampler()) as loader:
+        expected = keyed(loader)
+        loader.set_epoch(0)
+        passed = iter(loader)
+        done = keyed([next(passed) for _ in range(3)])
+        state = loader.state_dict()
+    with make(ds, 7, sampler=sampler()) as loader:
+        loader.load_state_dict(state)
+        rest = keyed(loader)
+    assert len(done) + len(rest) == len(expected) == 30
+    for (i, image), (j, other) in zip(done + rest, expected, strict=True):
+        assert i == j
+        assert torch.equal(image, other)
+
+
+def test_a_sampler_with_a_generator_elsewhere_is_noticed(ds):
+    sampler = RandomSampler(ds, generator=torch.Generator().manual_seed(1))
+    with make(ds, sampler=sampler) as loader:
+        passed = iter(loader)
+        next(passed)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        with pytest.raises(UsageError, match="put its generator into the state it had then"):
+            iter(loader)
+        sampler.generator.manual_seed(1)
+        assert len(by_index(loader)) == COUNT - 4
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_refuses_a_state_of_other_data(ds, tmp_path):
+    other = H5Dataset(write_kind(tmp_path / "b.h5", "jpeg", count=COUNT))
+    state = make(ds).state_dict()
+    with pytest.raises(UsageError) as caught:
+        make(other).load_state_dict(state)
+    assert f"its fingerprint is {ds.pixels.fingerprint[:12]}…" in str(caught.value)
+    assert "open the files it was made with" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": False},
+        {"shuffle": "block"},
+        {"indices": range(10)},
+        {"sampler": range(10)},
+    ],
+    ids=str,
+)
+def test_refuses_a_state_of_another_order(ds, options):
+    with pytest.raises(UsageError, match="the state belongs to the order 'full', this loader has"):
+        make(ds, **options).load_state_dict(make(ds).state_dict())
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 2}, {"epoch": "1"}, {"consumed": None}, {"seed": 1.5}], ids=str
+)
+def test_refuses_what_is_no_state(ds, change):
+    loader = make(ds)
+    state = {**loader.state_dict(), **change}
+    with pytest.raises(UsageError, match=rf"is no state of H5Loader.*{next(iter(change))}"):
+        loader.load_state_dict(state)
+    with pytest.raises(UsageError, match="pass what state_dict"):
+        loader.load_state_dict({})

@@ -1,0 +1,191 @@
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.transforms.v2 import functional as F
+
+from h5feed.codec import encode_jpeg, nv12_to_rgb, rgb_to_nv12
+from h5feed.errors import DamagedItemError
+from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.picture import source_size
+from mapped import is_view
+from packed import image_spec, random_images, write_packed
+
+
+def ramp(height, width, seed=0):
+    """A smooth picture, which JPEG and YUV keep nearly as it is."""
+    y, x = np.mgrid[:height, :width]
+    planes = [np.sin(x / (9 + seed) + k) * 60 + np.cos(y / 11 + k) * 60 + 128 for k in range(3)]
+    return np.stack(planes, axis=2).astype(np.uint8)
+
+
+def jpeg_bytes(image, **options):
+    target = io.BytesIO()
+    Image.fromarray(image).save(target, "jpeg", quality=95, **options)
+    return target.getvalue()
+
+
+def three_outputs(path, index, **options):
+    """One item as uint8 (H, W, C), read in all three outputs and found to be the same."""
+    tensor = H5Dataset(path, **options)[index][0]
+    array = H5Dataset(path, output="numpy", **options)[index][0]
+    image = H5Dataset(path, output="pil", **options)[index][0]
+    assert tensor.dtype == torch.uint8
+    assert array.dtype == np.uint8
+    assert image.mode == "RGB"
+    assert np.array_equal(tensor.permute(1, 2, 0).numpy(), array)
+    assert np.array_equal(np.asarray(image), array)
+    assert not array.flags.writeable
+    return array
+
+
+def test_yuv420(tmp_path):
+    pictures = [ramp(32, 48, seed) for seed in range(4)]
+    path = write_packed(
+        tmp_path / "y.h5", [rgb_to_nv12(p) for p in pictures], spec=image_spec("yuv420", (32, 48))
+    )
+    for i, picture in enumerate(pictures):
+        got = three_outputs(path, i)
+        assert np.array_equal(got, nv12_to_rgb(rgb_to_nv12(picture)))
+        assert np.abs(got.astype(int) - picture).mean() < 3
+
+
+def test_jpeg_and_items_of_their_own_size(tmp_path):
+    shapes = np.int32([[32, 40], [56, 32], [32, 32]])
+    pictures = [ramp(h, w) for h, w in shapes.tolist()]
+    path = write_packed(
+        tmp_path / "j.h5",
+        [encode_jpeg(p, 95) for p in pictures],
+        spec=image_spec("jpeg", (32, 32), "keep"),
+        stored_shapes=shapes,
+    )
+    for i, picture in enumerate(pictures):
+        got = three_outputs(path, i)
+        assert got.shape == picture.shape
+        assert np.abs(got.astype(int) - picture).mean() < 3
+
+
+@pytest.mark.parametrize("store", ["raw", "yuv420"])
+def test_keep_without_encoding(tmp_path, store):
+    shapes = np.int32([[32, 40], [56, 32], [32, 32]])
+    pictures = [ramp(h, w) for h, w in shapes.tolist()]
+    stored = pictures if store == "raw" else [rgb_to_nv12(p) for p in pictures]
+    path = write_packed(
+        tmp_path / "k.h5", stored, spec=image_spec(store, (32, 32), "keep"), stored_shapes=shapes
+    )
+    for i, picture in enumerate(pictures):
+        wanted = picture if store == "raw" else nv12_to_rgb(stored[i])
+        assert np.array_equal(three_outputs(path, i), wanted)
+    ds = H5Dataset(path)
+    image, _ = ds[1]
+    assert is_view(path, image.data_ptr(), image.nbytes) == (store == "raw")
+
+
+def test_original_is_turned_upright(tmp_path):
+    picture = ramp(24, 40)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored lying, to be turned by a quarter
+    data = [jpeg_bytes(picture, exif=exif), jpeg_bytes(picture)]
+    path = write_packed(
+        tmp_path / "o.h5",
+        data,
+        spec=image_spec("original", (0, 0)),
+        stored_shapes=np.int32([[40, 24], [24, 40]]),
+        source_shapes=np.int32([[40, 24], [24, 40]]),
+    )
+    assert np.abs(three_outputs(path, 0).astype(int) - np.rot90(picture, -1)).mean() < 3
+    assert np.abs(three_outputs(path, 1).astype(int) - picture).mean() < 3
+    assert three_outputs(path, 0, aspect="source").shape == (40, 24, 3)
+
+
+@pytest.mark.parametrize("source", [(375, 500), (500, 375), (333, 334), (100, 1000), (40, 30)])
+def test_the_true_size_is_that_of_torchvision_s_resize(source):
+    picture = torch.zeros(3, *source, dtype=torch.uint8)
+    assert source_size((64, 64), source) == tuple(F.resize(picture, [64]).shape[1:])
+
+
+def test_the_true_size_covers_a_stored_rectangle():
+    assert source_size((32, 64), (100, 200)) == (32, 64)
+    assert source_size((32, 64), (100, 100)) == (64, 64)
+    assert source_size((32, 64), (100, 400)) == (32, 128)
+
+
+def test_aspect_source_undoes_the_squeeze_by_one_resize(tmp_path):
+    pictures = [ramp(64, 64, seed) for seed in range(3)]
+    masks = [(p[:, :, :1] // 50).copy() for p in pictures]
+    sources = np.int32([[300, 400], [500, 250], [80, 80]])
+    path = write_packed(tmp_path / "s.h5", pictures, masks=masks, source_shapes=sources)
+    sizes = [(64, 85), (128, 64), (64, 64)]
+    ds = H5Dataset(path, aspect="source")
+    for i, (height, width) in enumerate(sizes):
+        got = three_outputs(path, i, aspect="source")
+        wanted = Image.fromarray(pictures[i]).resize((width, height), Image.Resampling.BILINEAR)
+        assert got.shape == (height, width, 3)
+        assert np.abs(got.astype(int) - np.asarray(wanted)).max() <= 2
+        flat = Image.fromarray(masks[i][:, :, 0])
+        wanted = flat.resize((width, height), Image.Resampling.NEAREST)
+        assert np.array_equal(ds[i][1].numpy(), np.asarray(wanted))
+    assert is_view(path, ds[2][0].data_ptr())  # nothing to undo
+    assert three_outputs(path, 0).shape == (64, 64, 3)
+
+
+def test_aspect_source_cuts_a_padded_picture_out_without_a_copy(tmp_path):
+    pictures = random_images(2, (64, 64))
+    boxes = np.int32([[8, 0, 48, 64], [0, 16, 64, 32]])
+    path = write_packed(
+        tmp_path / "p.h5", pictures, spec=image_spec(size=(64, 64), fit="pad"), boxes=boxes
+    )
+    ds = H5Dataset(path, aspect="source")
+    for i, (top, left, height, width) in enumerate(boxes.tolist()):
+        wanted = pictures[i][top : top + height, left : left + width]
+        assert np.array_equal(three_outputs(path, i, aspect="source"), wanted)
+        assert is_view(path, ds[i][0].data_ptr())
+    assert three_outputs(path, 0).shape == (64, 64, 3)
+
+
+def test_aspect_source_leaves_true_proportions_alone(tmp_path):
+    pictures = random_images(2, (64, 64))
+    path = write_packed(
+        tmp_path / "c.h5",
+        pictures,
+        spec=image_spec(size=(64, 64), fit="crop"),
+        source_shapes=[[300, 400], [500, 250]],
+    )
+    assert np.array_equal(three_outputs(path, 0, aspect="source"), pictures[0])
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    good = encode_jpeg(ramp(32, 32), 90)
+    path = write_packed(
+        tmp_path / "d.h5",
+        [good, good[:100], good, encode_jpeg(ramp(16, 32), 90)],
+        spec=image_spec("jpeg"),
+        stored_shapes=np.full((4, 2), 32, np.int32),
+    )
+    other = write_packed(
+        tmp_path / "a.h5", [good], spec=image_spec("jpeg"), stored_shapes=np.int32([[32, 32]])
+    )
+    return path, other
+
+
+def test_a_damaged_item_names_file_key_and_index(damaged):
+    path, other = damaged
+    ds = H5Dataset([other, path])
+    text = re.escape(f"{path}: item 1 of /images (key '1/ü1.png') cannot be decoded: ")
+    with pytest.raises(DamagedItemError, match=text + ".*; check-h5 lists every damaged item"):
+        ds[2]
+    text = re.escape(f"{path}: item 3 of /images (key '1/ü3.png') decodes to 16x32, and the file")
+    with pytest.raises(DamagedItemError, match=text):
+        ds[4]
+    assert ds[3][0].shape == (3, 32, 32)
+
+
+def test_a_damaged_item_is_named_through_a_worker(damaged):
+    loader = DataLoader(H5Dataset(damaged[0]), 2, num_workers=1)
+    with pytest.raises(DamagedItemError, match="item 1 of /images"):
+        list(loader)

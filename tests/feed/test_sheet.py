@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+
+from h5feed.feed.sheet import contact_sheet
+from packed import random_images, write_packed
+
+PAPER = np.array([255, 255, 255])
+
+
+def flat(color, size=(32, 32)):
+    return np.full((*size, 3), color, np.uint8)
+
+
+def columns_of(sheet, color):
+    """Columns of the sheet in which `color` is seen."""
+    pixels = np.asarray(sheet).astype(int)
+    return np.flatnonzero((abs(pixels - color).max(2) < 8).any(0))
+
+
+def test_stretched_pictures_are_shown_in_their_true_proportions(tmp_path):
+    red, blue = (200, 0, 0), (0, 0, 200)
+    sources = np.int32([[100, 300], [300, 150]])
+    path = write_packed(tmp_path / "a.h5", [flat(red), flat(blue)], source_shapes=sources)
+    sheet = contact_sheet(path, height=120, width=600)
+    assert len(columns_of(sheet, red)) == pytest.approx(360, abs=3)
+    assert len(columns_of(sheet, blue)) == pytest.approx(60, abs=3)
+
+
+def test_pictures_are_taken_evenly_from_the_classes(tmp_path):
+    colors = [(200, 0, 0), (0, 0, 200), (0, 150, 0)]
+    labels = np.array([0] * 40 + [1] * 5 + [2] * 5)
+    images = [flat(colors[label], (8, 8)) for label in labels]
+    path = write_packed(tmp_path / "a.h5", images, labels=labels, classes=("a", "b", "c"))
+    sheet = contact_sheet(path, pictures=6, height=50, width=1000)
+    for color in colors:
+        assert len(columns_of(sheet, color)) == pytest.approx(100, abs=4)
+
+
+def test_rows_wrap_and_captions_are_drawn(tmp_path):
+    images = [flat((0, 0, 0)) for _ in range(4)]
+    path = write_packed(tmp_path / "a.h5", images, classes=("a class name too long to fit", "b"))
+    wide, narrow = (contact_sheet(path, height=64, width=w) for w in (400, 150))
+    assert narrow.height > wide.height * 1.8
+    below = np.asarray(wide)[6 + 64 : 6 + 64 + 16]
+    assert (below < 128).any()
+
+
+def test_a_class_name_of_two_lines_is_one_caption(tmp_path):
+    images = [flat((0, 0, 0)) for _ in range(2)]
+    path = write_packed(tmp_path / "a.h5", images, classes=("two\nlines", "caf\udce9"))
+    assert (np.asarray(contact_sheet(path, height=64, width=400))[70:86] < 128).any()
+
+
+def test_masks_are_laid_over(tmp_path):
+    mask = np.zeros((32, 32, 1), np.uint8)
+    mask[:, 16:] = 1
+    images = [flat((0, 0, 0)) for _ in range(2)]
+    path = write_packed(tmp_path / "a.h5", images, masks=[mask, mask])
+    sheet = np.asarray(contact_sheet(path, height=64, width=300)).astype(int)
+    assert (sheet[30, 12] == 0).all()
+    assert (abs(sheet[30, 6 + 60] - np.array([115, 12, 37])) < 4).all()
+
+
+def test_targets_and_a_very_wide_picture(tmp_path):
+    labels = np.float32([[0.5, 2], [1, 3]])
+    sources = np.int32([[10, 9000], [10, 10]])
+    images = random_images(2, (8, 8))
+    path = write_packed(tmp_path / "a.h5", images, labels=labels, classes=(), source_shapes=sources)
+    assert contact_sheet(path, height=32, width=200).width == 200

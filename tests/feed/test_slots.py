@@ -1,0 +1,99 @@
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from h5feed.feed.slots import Ring
+
+
+def ring(keep=2, dtype=np.uint8):
+    return Ring((4, 3, 2), np.dtype(dtype), keep=keep)
+
+
+def address(slot):
+    return slot.rows.ctypes.data
+
+
+def test_a_slot_is_used_again_when_its_tensor_is_gone():
+    slots = ring()
+    slot = slots.take()
+    tensor = slot.lend(4)
+    assert tensor.shape == (4, 3, 2)
+    assert tensor.data_ptr() == address(slot)
+    other = slots.take()
+    assert other is not slot
+    del tensor
+    assert slots.take() is slot
+    assert len(slots) == 2
+
+
+ALIASES = {
+    "detach": lambda t: t.detach(),
+    "numpy": lambda t: t.numpy(),
+    "view": lambda t: t.view(-1),
+    "slice": lambda t: t[1:2],
+    "permute": lambda t: t.permute(2, 0, 1),
+    "item of numpy": lambda t: t.numpy()[0],
+    "data": lambda t: t.data,
+    "storage": lambda t: t.untyped_storage(),
+    "memoryview": lambda t: memoryview(t.numpy()),
+    "other type": lambda t: t.view(torch.int8),
+    "dlpack": lambda t: torch.from_dlpack(t),
+    "in a list": lambda t: [t],
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
+def test_a_slot_is_not_used_again_while_an_alias_lives(alias):
+    slots = ring()
+    slot = slots.take()
+    tensor = slot.lend(3)
+    held = alias(tensor)
+    del tensor
+    gc.collect()
+    assert slots.take() is not slot
+    del held
+    gc.collect()
+    assert slots.take() is slot
+
+
+def test_a_lent_slot_survives_garbage_collection():
+    """Nothing but the tensor holds it, and cycles among its parts would be collected."""
+    slots = ring()
+    slot = slots.take()
+    where, tensor = address(slot), slot.lend(4)
+    del slot
+    gc.collect()
+    assert len(slots) == 1
+    del tensor
+    assert address(slots.take()) == where
+
+
+def test_a_slot_returns_from_another_thread_and_after_its_ring():
+    slots = ring()
+    tensor = slots.take().lend(4)
+    tensor[:] = 7
+    del slots
+    gc.collect()
+    assert (tensor == 7).all()
+
+
+def test_what_was_held_beyond_need_is_freed():
+    slots = ring(keep=2)
+    held = [slots.take().lend(4) for _ in range(10)]
+    assert len(slots) == 10
+    assert slots.nbytes == 10 * 24
+    held.clear()
+    assert len(slots) == 2
+
+
+def test_slots_have_the_type_asked_for():
+    assert ring(dtype=np.float32).take().lend(1).dtype == torch.float32
+
+
+def test_go_home_frees_a_slot_that_was_never_lent():
+    slots = ring()
+    slot = slots.take()
+    slot.go_home()
+    assert slots.take() is slot

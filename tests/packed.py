@@ -1,0 +1,76 @@
+"""Small packed files made in memory, for tests that are not about packing."""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from h5feed.store import Columns, FieldSpec, write_file
+
+
+def image_spec(encoding="raw", size=(32, 32), fit="stretch"):
+    color = {"raw": "RGB", "yuv420": "YUV BT.601 limited"}.get(encoding, "JPEG")
+    return FieldSpec(
+        name="images",
+        encoding=encoding,
+        height=size[0],
+        width=size[1],
+        channels=3,
+        fit=fit,
+        interpolation="bilinear",
+        color_space=color,
+    )
+
+
+def mask_spec(size=(32, 32), fit="stretch"):
+    return FieldSpec(
+        name="masks",
+        encoding="raw",
+        height=size[0],
+        width=size[1],
+        channels=1,
+        fit=fit,
+        interpolation="nearest",
+        color_space="classes",
+    )
+
+
+def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"), **kwargs):
+    """Pack `images` (a list of uint8 arrays or bytes, as `spec` stores them) into `path`.
+
+    Further keyword arguments: masks (list of (H, W, 1) arrays), source_shapes, stored_shapes,
+    boxes, keys.
+    """
+    count = len(images)
+    spec = spec or image_spec(size=images[0].shape[:2])
+    payloads = {"images": images}
+    fields = [spec]
+    if "masks" in kwargs:
+        payloads["masks"] = kwargs["masks"]
+        fields.append(mask_spec(kwargs["masks"][0].shape[:2]))
+    sources = kwargs.get("source_shapes")
+    if sources is None:
+        sources = np.tile(np.int32([spec.height or 1, spec.width or 1]), (count, 1))
+    keys = kwargs.get("keys") or [f"{i % max(1, len(classes))}/ü{i}.png" for i in range(count)]
+    key_bytes = [key.encode() for key in keys]
+    crc = np.zeros(count, np.uint32)
+    for name in payloads:
+        for i, item in enumerate(payloads[name]):
+            crc[i] = zlib.crc32(bytes(item), int(crc[i]))
+    columns = Columns(
+        labels=np.arange(count) % max(1, len(classes)) if labels is None else labels,
+        classes=tuple(classes),
+        key_bytes=np.frombuffer(b"".join(key_bytes), np.uint8),
+        key_offsets=np.cumsum([0, *map(len, key_bytes)], dtype=np.int64),
+        source_shapes=np.asarray(sources, np.int32),
+        crc32=crc,
+        boxes=kwargs.get("boxes"),
+    )
+    shapes = {"images": kwargs.get("stored_shapes")}
+    write_file(Path(path), fields, columns, payloads, {"made": "by a test"}, shapes=shapes)
+    return Path(path)
+
+
+def random_images(count=10, size=(32, 32), seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for _ in range(count)]

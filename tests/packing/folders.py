@@ -1,0 +1,37 @@
+"""Folders of pictures that the tests of packing make."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+BROKEN = b"\xff\xd8\xff\xe0 not a picture"
+
+
+def make_picture(path: Path, height: int, width: int, seed: int) -> None:
+    """Write a smooth random picture: noise would make every JPEG setting look bad."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    small = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), np.uint8)
+    Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(path)
+
+
+def make_folder(root: Path, *, per_class: int = 12, broken: tuple[int, ...] = ()) -> Path:
+    """Make two classes of JPEG and PNG files of many sizes; `broken` ones cannot be decoded."""
+    for label, name in enumerate(("cats", "dogs")):
+        for number in range(per_class):
+            ending = "png" if number % 5 == 4 else "jpg"
+            path = root / name / f"{number:03}.{ending}"
+            seed = label * per_class + number
+            make_picture(path, 30 + 7 * (seed % 5), 40 + 5 * (seed % 7), seed)
+            if seed in broken:
+                path.write_bytes(BROKEN)
+    return root
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

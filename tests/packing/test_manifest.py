@@ -1,0 +1,206 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from h5feed.errors import PackError, UsageError
+from h5feed.packing.sources import open_source
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "ü ,x.png"):
+        path = tmp_path / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    return tmp_path / "src"
+
+
+def written(root, name, text):
+    path = root.parent / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def opened(root, text, name="list.csv"):
+    return open_source(root, manifest=written(root, name, text))
+
+
+def refusal(root, text, name="list.csv", kind=UsageError):
+    with pytest.raises(kind) as caught:
+        opened(root, text, name)
+    return str(caught.value).replace(str(root.parent), "…")
+
+
+def keys(source):
+    return [os.fsdecode(source.key(index)) for index in range(len(source))]
+
+
+def test_class_names_are_numbered_in_sorted_order(root):
+    source = opened(root, "path,class\nb/3.jpg,dog\na/1.jpg,cat\na/2.jpg,dog\n")
+    assert keys(source) == ["b/3.jpg", "a/1.jpg", "a/2.jpg"]
+    assert source.classes == ("cat", "dog")
+    assert source.labels.tolist() == [1, 0, 1]
+    assert source.labels.dtype == np.int64
+    assert source.path(1) == os.fsencode(root / "a/1.jpg")
+
+
+@pytest.mark.parametrize("column", ["path", "file", "filename", "file_name", "image", "Path"])
+def test_labels_are_class_numbers(root, column):
+    source = opened(root, f"id,{column},label\n7,a/1.jpg,2\n8,a/2.jpg,-1\n\n9,b/3.jpg,0\n")
+    assert source.labels.tolist() == [2, -1, 0]
+    assert source.classes == ("0", "1", "2")
+
+
+def test_labels_and_class_names_go_together(root):
+    source = opened(root, "path,label,class\na/1.jpg,1,dog\na/2.jpg,0,cat\nb/3.jpg,1,dog\n")
+    assert source.classes == ("cat", "dog")
+    text = refusal(root, "path,label,class\na/1.jpg,1,dog\na/2.jpg,1,cat\n")
+    assert text == "…/list.csv, line 3, column 'class': class 1 is 'dog' above and 'cat' here"
+
+
+def test_other_columns_are_targets(root):
+    source = opened(root, "x,path,y\n0.5,a/1.jpg,-2\n1e3,a/2.jpg,nan\n")
+    np.testing.assert_array_equal(source.labels, np.float32([[0.5, -2], [1000, np.nan]]))
+    assert source.labels.dtype == np.float32
+    assert source.classes == ()
+    assert opened(root, "path,age\na/1.jpg,3\n").labels.shape == (1, 1)
+
+
+def test_paths_alone_have_no_labels(root):
+    assert opened(root, "path\na/1.jpg\n").labels.tolist() == [-1]
+
+
+def test_tsv_and_jsonl_say_the_same_as_csv(root):
+    rows = [("ü ,x.png", 0.25), ("a/1.jpg", 1.0)]
+    csv = opened(root, 'path,y\n"ü ,x.png",0.25\na/1.jpg,1\n')
+    tsv = opened(root, "path\ty\nü ,x.png\t0.25\na/1.jpg\t1\n", "list.TSV")
+    lines = "\n\n".join(json.dumps({"path": path, "y": y}) for path, y in rows)
+    jsonl = opened(root, lines, "list.jsonl")
+    for source in (csv, tsv, jsonl):
+        assert keys(source) == [path for path, _ in rows]
+        np.testing.assert_array_equal(source.labels, [[0.25], [1.0]])
+
+
+def test_a_byte_order_mark_and_windows_lines_do_not_matter(root):
+    assert keys(opened(root, b"\xef\xbb\xbfpath,label\r\na/1.jpg,0\r\n")) == ["a/1.jpg"]
+
+
+def test_names_that_are_no_utf8_keep_their_bytes(root):
+    with open(os.path.join(os.fsencode(root), b"caf\xe9.jpg"), "wb"):
+        pass
+    assert opened(root, b"path\ncaf\xe9.jpg\n").key(0) == b"caf\xe9.jpg"
+
+
+@pytest.mark.parametrize("path", ["./a/1.jpg", "a//1.jpg", "b/../a/1.jpg", "{root}/a/1.jpg"])
+def test_a_key_is_relative_and_plain_however_the_path_is_written(root, path):
+    assert keys(opened(root, f"path\n{path.format(root=root)}\n")) == ["a/1.jpg"]
+
+
+def test_a_file_elsewhere_has_a_key_that_leads_there(root):
+    other = root.parent / "elsewhere.jpg"
+    other.write_bytes(b"x")
+    source = opened(root, f"path\n{other}\n")
+    assert keys(source) == ["../elsewhere.jpg"]
+    assert os.path.samefile(source.path(0), other)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "manifest '…/list.csv' lists no pictures"),
+        ("path,label\n", "manifest '…/list.csv' lists no pictures"),
+        (
+            "name,label\nx,0\n",
+            "…/list.csv: no column of paths among name, label: "
+            "name it path, file, filename, file_name, filepath or image",
+        ),
+        (
+            "path,file\na/1.jpg,a/1.jpg\n",
+            "…/list.csv: columns path, file mean the same: keep one",
+        ),
+        ("path,label\na/1.jpg\n", "…/list.csv, line 2: 1 cells under a header of 2"),
+        (
+            "path,label\na/1.jpg,0\na/2.jpg,cat\n",
+            "…/list.csv, line 3, column 'label': 'cat' is not a whole number; "
+            "class names belong in a column 'class'",
+        ),
+        (
+            "path,label\na/1.jpg,-2\n",
+            "…/list.csv, line 2, column 'label': -2 is not a class number (−1, or 0 to 999999); "
+            "call a column to predict 'target'",
+        ),
+        ("path,class\na/1.jpg,\n", "…/list.csv, line 2, column 'class': '' is not a class name"),
+        ("path,x,x\na/1.jpg,1,2\n", "…/list.csv: two columns have one name in path, x, x"),
+        (
+            "path,y\na/1.jpg,1\na/2.jpg,tall\n",
+            "…/list.csv, line 3, column 'y': 'tall' is not a number; "
+            "without a label or class column all are targets",
+        ),
+        (
+            "path\na/9.jpg\n",
+            "…/list.csv, line 2, column 'path': there is no file 'a/9.jpg' in '…/src'",
+        ),
+        ("path\na\n", "…/list.csv, line 2, column 'path': there is no file 'a' in '…/src'"),
+        ('path\n""\n', "…/list.csv, line 2, column 'path': '' is not a path"),
+    ],
+)
+def test_a_mistake_is_named_by_line_and_column(root, text, error):
+    assert refusal(root, text) == error
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[1]\n", "…/l.jsonl, line 1: not a JSON object"),
+        (
+            '{"path": "a/1.jpg", "label": 1.5}',
+            "…/l.jsonl, line 1, column 'label': 1.5 is not a whole number; "
+            "class names belong in a column 'class'",
+        ),
+        (
+            '{"path": "a/1.jpg", "label": 1}\n{"path": "a/2.jpg"}',
+            "…/l.jsonl, line 2, column 'label': missing",
+        ),
+        ('{"path": 5}', "…/l.jsonl, line 1, column 'path': 5 is not a path"),
+        (
+            '{"path": "a\\u0000"}',
+            "…/l.jsonl, line 1, column 'path': there is no file 'a\\x00' in '…/src'",
+        ),
+        (
+            '{"path": "\\ud900"}',
+            "…/l.jsonl, line 1, column 'path': there is no file '\\ud900' in '…/src'",
+        ),
+        (
+            '{"path": "a/1.jpg", "class": 3}',
+            "…/l.jsonl, line 1, column 'class': 3 is not a class name",
+        ),
+        (
+            '{"path": "a/1.jpg", "class": "a\\u0000"}',
+            "…/l.jsonl, line 1, column 'class': 'a\\x00' holds a NUL, which HDF5 cannot keep",
+        ),
+        (
+            '{"path": "a/1.jpg", "class": "\\ud800"}',
+            "…/l.jsonl, line 1, column 'class': '\\ud800' is not Unicode text",
+        ),
+    ],
+)
+def test_a_mistake_in_jsonl_is_named_by_line_and_key(root, text, error):
+    assert refusal(root, text, "l.jsonl") == error
+
+
+def test_what_is_no_json_is_named_by_line(root):
+    assert refusal(root, '{"path": "a/1.jpg"}\noops', "l.jsonl").startswith(
+        "…/l.jsonl, line 2: not JSON (Expecting value"
+    )
+
+
+def test_what_is_no_manifest_is_one_sentence(root):
+    text = refusal(root, "x", "list.txt")
+    assert text == "manifest '…/list.txt' is not a .csv, .tsv or .jsonl file"
+    with pytest.raises(UsageError, match=r"manifest '.*gone.csv' does not exist"):
+        open_source(root, manifest=root / "gone.csv")
+    (root.parent / "folder.csv").mkdir()
+    with pytest.raises(PackError, match=r"cannot read the manifest '.*folder.csv': Is a directory"):
+        open_source(root, manifest=root.parent / "folder.csv")

@@ -1,0 +1,375 @@
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from h5feed.errors import PackError, UsageError
+from h5feed.packing import blocks, encode, journal, pack, place, result, run
+from h5feed.store.check import check_file
+from packing.folders import make_folder, make_picture, names, sha256
+
+SIZE = 64
+KILLS = 20
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "pictures")
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "x.h5"
+
+
+@pytest.fixture
+def _small_steps(monkeypatch):
+    """Blocks of a few pictures, saved without a pause: much to go wrong in a short run."""
+    monkeypatch.setattr(blocks, "_MOST", 4)
+    monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 0.0)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The indices that were encoded, in this process."""
+    seen = []
+    encode_item = encode._encode
+    monkeypatch.setattr(encode, "_encode", lambda job, i: (seen.append(i), encode_item(job, i))[1])
+    return seen
+
+
+def in_child(work):
+    """Start `work` in a forked process that leads a group of its own; return its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        work()
+    finally:
+        os._exit(0)
+
+
+def alive(group):
+    """Return the processes of a group that still run; zombies wait for init and write nothing."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, member = path.read_text().rpartition(")")[2].split()[:3]
+            if int(member) == group and state != "Z":
+                found.append(path.parent.name)
+    return found
+
+
+def wait_until(true):
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until, "waited for a minute"
+        time.sleep(0.001)
+
+
+def stop_after(monkeypatch, count):
+    """Let packing in this process fail as a full disk would, after `count` blocks."""
+    write, left = blocks.PayloadFiles.write, iter(range(count))
+
+    def limited(self, *args):
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        write(self, *args)
+
+    monkeypatch.setattr(blocks.PayloadFiles, "write", limited)
+    return lambda: monkeypatch.setattr(blocks.PayloadFiles, "write", write)
+
+
+def interrupt(monkeypatch, folder, out, count, **options):
+    let_go = stop_after(monkeypatch, count)
+    with pytest.raises(PackError, match="No space left"):
+        pack(folder, out, size=SIZE, workers=0, **options)
+    let_go()
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Several hundred pictures that take about a second, some of them broken."""
+    root = tmp_path_factory.mktemp("many") / "pictures"
+    for number in range(40):
+        make_picture(root / "a" / f"{number:02}.jpg", 480, 640, number)
+    (root / "a" / "17.jpg").write_bytes(b"")
+    for name in "bcdefghij":
+        (root / name).symlink_to(root / "a")
+    return root
+
+
+@pytest.fixture(scope="module")
+def whole(many, tmp_path_factory):
+    """(SHA-256, seconds) of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "x.h5"
+    began = time.monotonic()
+    pack(many, out, size=SIZE, workers=2)
+    return sha256(out), time.monotonic() - began
+
+
+@pytest.mark.usefixtures("_small_steps")
+@pytest.mark.parametrize("kill", range(KILLS))
+def test_killed_at_any_moment_it_resumes_to_the_same_bytes(many, whole, out, kill):
+    expected, seconds = whole
+    moment = random.Random(kill).random() * seconds
+    child = in_child(lambda: pack(many, out, size=SIZE, workers=2))
+    time.sleep(moment)
+    if kill % 2:
+        os.killpg(child, signal.SIGKILL)
+    else:  # the coordinator alone: its workers must follow by themselves
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if out.exists():  # the last rename was quicker
+        assert sha256(out) == expected
+        assert check_file(out).is_sound
+    finished = out.exists() and not place.Place(out).journal.exists()
+    summary = pack(many, out, size=SIZE, workers=2, resume=True, overwrite=finished)
+    assert sha256(out) == expected
+    assert names(out.parent) == ["x.h5"]
+    assert summary.items == 390
+    assert alive(child) == []
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_what_is_done_is_not_done_again(folder, out, encoded, monkeypatch):
+    interrupt(monkeypatch, folder, out, 4)
+    done = max(encoded) + 1
+    encoded.clear()
+    summary = pack(folder, out, size=SIZE, workers=0, resume=True)
+    # The block that failed to be written is the one thing that is repeated.
+    assert encoded == list(range(summary.resumed, 24))
+    assert 0 < done - 4 <= summary.resumed < done
+
+
+def test_a_busy_worker_dies_with_the_coordinator(folder, out, monkeypatch):
+    """It does not look at its pipe while it decodes; the system has to end it."""
+    monkeypatch.setattr(encode, "_read", lambda path: time.sleep(600))
+    child = in_child(lambda: pack(folder, out, size=SIZE, workers=2))
+    try:
+        wait_until(lambda: len(alive(child)) == 3)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        wait_until(lambda: alive(child) == [])
+    finally:
+        for left in alive(child):
+            os.kill(int(left), signal.SIGKILL)
+
+
+def test_a_killed_run_keeps_nearly_all_that_was_done(many, whole, out, monkeypatch):
+    """Killed late, a run must find most of its work in the journal."""
+    monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 0.0)
+    child = in_child(lambda: pack(many, out, size=SIZE, workers=2))
+    saved = place.Place(out).journal
+    # An entry of one block is about 400 bytes.
+    wait_until(lambda: saved.exists() and saved.stat().st_size > 4000)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if not out.exists():
+        assert pack(many, out, size=SIZE, workers=2, resume=True).resumed > 0
+    assert sha256(out) == whole[0]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_death_at_the_last_rename(folder, out, encoded, monkeypatch, when):
+    pack(folder, out, size=SIZE, workers=0)
+    expected = sha256(out)
+    out.unlink()
+    finalize = result.finalize
+
+    def die(*args, **kwargs):
+        if when == "after":
+            finalize(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(result, "finalize", die)
+    os.waitpid(in_child(lambda: pack(folder, out, size=SIZE, workers=2)), 0)
+    assert out.exists() == (when == "after")
+    monkeypatch.setattr(result, "finalize", finalize)
+    encoded.clear()
+    summary = pack(folder, out, size=SIZE, workers=0, resume=True)
+    assert summary.resumed == 24
+    assert encoded == []
+    assert sha256(out) == expected
+    assert names(out.parent) == ["x.h5"]
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_interrupted_by_the_keyboard(folder, out, monkeypatch):
+    seen = iter(range(12))
+    read = encode._read
+
+    def press(path):
+        if next(seen, None) is None:
+            raise KeyboardInterrupt
+        return read(path)
+
+    monkeypatch.setattr(encode, "_read", press)
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted; \d+ of 24 pictures are kept in .*"):
+        pack(folder, out, size=SIZE, workers=0)
+    monkeypatch.setattr(encode, "_read", read)
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed >= 8
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_changed_options_do_not_resume(folder, out, monkeypatch):
+    interrupt(monkeypatch, folder, out, 3)
+    with pytest.raises(PackError, match=r"fit was 'stretch' and is 'crop'\. Give what"):
+        pack(folder, out, size=SIZE, fit="crop", workers=0, resume=True)
+    changed = "any_size was False and is True; size was .64. and is .32."
+    with pytest.raises(PackError, match=changed):
+        pack(folder, out, size=32, any_size=True, workers=0, resume=True)
+    # Refusals have touched nothing.
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed > 0
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_other_versions_do_not_resume(folder, out, monkeypatch):
+    interrupt(monkeypatch, folder, out, 3)
+    now = result.versions()
+    monkeypatch.setattr(run, "versions", lambda: now | {"torch": "99"})
+    with pytest.raises(PackError, match=r"torch was '.*' and is '99'"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_a_changed_source_does_not_resume(folder, out, monkeypatch):
+    interrupt(monkeypatch, folder, out, 3)
+    os.utime(folder / "dogs" / "011.jpg", (1, 1))
+    with pytest.raises(PackError, match=r"the source has changed \(24 pictures then, 24 now\)"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+    (folder / "dogs" / "011.jpg").unlink()
+    with pytest.raises(PackError, match=r"the source has changed \(24 pictures then, 23 now\)"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+    assert pack(folder, out, size=SIZE, workers=0, overwrite=True).items == 23
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_limits_and_workers_may_change(folder, out):
+    make_folder(folder, broken=(14, 18))
+    pack(folder, out, size=SIZE, workers=2)
+    expected = sha256(out)
+    out.unlink()
+    with pytest.raises(PackError, match=r"max_skipped=1 .* are kept in .*--resume goes on"):
+        pack(folder, out, size=SIZE, workers=2, max_skipped=1)
+    summary = pack(folder, out, size=SIZE, workers=1, max_skipped=2, resume=True)
+    assert 0 < summary.resumed <= 18
+    assert sha256(out) == expected
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_a_stricter_limit_counts_what_was_skipped_before(folder, out, monkeypatch):
+    make_folder(folder, broken=(1, 2))
+    interrupt(monkeypatch, folder, out, 3)
+    with pytest.raises(PackError, match=r"max_skipped=1 pictures .* cats/002\.jpg"):
+        pack(folder, out, size=SIZE, workers=0, max_skipped=1, resume=True)
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).items == 22
+
+
+@pytest.mark.usefixtures("_small_steps")
+@pytest.mark.parametrize("cut", [1, 30, 200])
+def test_a_torn_journal_costs_its_last_entry(folder, out, monkeypatch, cut):
+    pack(folder, out, size=SIZE, workers=0)
+    expected = sha256(out)
+    out.unlink()
+    interrupt(monkeypatch, folder, out, 5)
+    saved = place.Place(out).journal
+    os.truncate(saved, saved.stat().st_size - cut)
+    summary = pack(folder, out, size=SIZE, workers=0, resume=True)
+    assert 0 < summary.resumed < 18
+    assert sha256(out) == expected
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_a_flipped_bit_in_the_journal_costs_what_follows(folder, out, monkeypatch):
+    interrupt(monkeypatch, folder, out, 5)
+    saved = place.Place(out).journal
+    data = bytearray(saved.read_bytes())
+    data[-300] ^= 1
+    saved.write_bytes(data)
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed < 18
+    assert check_file(out).is_sound
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_what_followed_a_torn_entry_is_gone_for_good(folder, out, monkeypatch):
+    """Entries behind a damaged one must not come back to life once that is written anew."""
+    interrupt(monkeypatch, folder, out, 6)
+    saved = place.Place(out).journal
+    whole = saved.stat().st_size
+    data = bytearray(saved.read_bytes())
+    data[data.index(b'"start": 4')] ^= 1
+    saved.write_bytes(data)
+    interrupt(monkeypatch, folder, out, 1, resume=True)
+    assert saved.stat().st_size < whole
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed < 12
+    assert check_file(out).is_sound
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_pixels_that_are_gone_do_not_resume(folder, out, monkeypatch):
+    interrupt(monkeypatch, folder, out, 5)
+    os.truncate(place.Place(out).partial, 5000)
+    with pytest.raises(PackError, match=r"x\.h5\.partial lacks what its journal speaks of"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+
+
+def test_resume_with_nothing_to_resume_begins(folder, out):
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 0
+    with pytest.raises(UsageError, match="exists: give another name, or --overwrite"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+    assert names(out.parent) == ["x.h5"]
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_a_foreign_out_is_not_taken_for_the_end_of_a_run(folder, out, monkeypatch):
+    interrupt(monkeypatch, folder, out, 3)
+    place.Place(out).partial.rename(out)
+    with pytest.raises(UsageError, match="exists: give another name, or --overwrite"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+    assert out.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"h5fj"])
+def test_killed_before_the_header_was_whole(folder, out, content):
+    place.Place(out).partial.write_bytes(b"")
+    place.Place(out).journal.write_bytes(content)
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 0
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_an_existing_out_is_whole_until_it_is_replaced(folder, out, monkeypatch):
+    out.write_bytes(b"precious")
+    interrupt(monkeypatch, folder, out, 3, overwrite=True)
+    assert out.read_bytes() == b"precious"
+    with pytest.raises(UsageError, match="exists: give another name, or --overwrite"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+    assert pack(folder, out, size=SIZE, workers=0, resume=True, overwrite=True).resumed > 0
+    assert check_file(out).is_sound
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_keep_and_masks_resume_too(folder, out, monkeypatch):
+    """Fields of items of their own sizes, and a second payload file."""
+    masks = out.parent.parent / "masks"
+    for number, path in enumerate(folder.glob("*/*")):
+        mask = Image.new("L", Image.open(path).size, number)
+        target = masks / path.relative_to(folder).with_suffix(".png")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        mask.save(target)
+    options = {"fit": "keep", "masks": masks}
+    pack(folder, out, size=SIZE, workers=2, **options)
+    expected = sha256(out)
+    out.unlink()
+    interrupt(monkeypatch, folder, out, 4, **options)
+    assert "x.h5.partial.masks" in names(out.parent)
+    assert pack(folder, out, size=SIZE, workers=2, resume=True, **options).resumed > 0
+    assert sha256(out) == expected
+    assert names(out.parent) == ["x.h5"]

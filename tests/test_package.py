@@ -1,0 +1,93 @@
+"""The package as a whole: its public surface, what it imports, and which way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import h5feed
+
+SRC = Path(h5feed.__file__).parent
+OPTIONAL = ["matplotlib", "torchvision", "nvidia", "ray", "lightning", "rich", "psutil", "timm"]
+# Which rooms a room may import: only what lies to the left in the data's way.
+MAY_IMPORT = {
+    "store": set(),
+    "augment": set(),
+    "packing": {"store"},
+    "feed": {"store", "augment"},
+    "interop": {"store", "augment", "feed"},
+    "train": {"store", "augment", "feed", "interop"},
+    "bench": {"store", "augment", "packing", "feed", "interop", "train"},
+    "cli": {"store", "augment", "packing", "feed", "interop", "train", "bench"},
+}
+
+
+def test_public_names():
+    assert sorted(h5feed.__all__) == h5feed.__all__
+    assert set(h5feed.__all__) >= {"pack", "H5Dataset", "make_dataloader", "H5FormatError"}
+    for name in h5feed.__all__:
+        value = getattr(h5feed, name)
+        assert value.__doc__, name
+    assert callable(h5feed.pack)
+    assert h5feed.packing.pack is h5feed.pack
+
+
+def test_import_needs_no_optional_library():
+    code = (
+        "import sys\n"
+        f"for name in {OPTIONAL}: sys.modules[name] = None\n"
+        "import h5feed, h5feed.cli.pack, h5feed.cli.show, h5feed.cli.check\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_brings_in_no_optional_library():
+    code = f"import h5feed, sys; print([n for n in {OPTIONAL} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+def imported_rooms(path):
+    """(room, line) of every import of another part of h5feed in a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "h5feed" and len(parts) > 1 and parts[1] in MAY_IMPORT:
+                yield parts[1], node.lineno
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_only_what_lies_before_them(room):
+    modules = list((SRC / room).rglob("*.py"))
+    assert modules
+    for path in modules:
+        for other, line in imported_rooms(path):
+            assert other == room or other in MAY_IMPORT[room], f"{path}:{line} imports {other}"
+
+
+def test_only_the_store_imports_h5py():
+    users = {
+        path.relative_to(SRC).parts[0]
+        for path in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Import) and any(a.name.startswith("h5py") for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("h5py"))
+    }
+    assert users <= {"store", "bench"}, users
+
+
+def test_a_missing_library_is_one_sentence_that_names_the_extra():
+    from h5feed._optional import require
+
+    with pytest.raises(ImportError) as caught:
+        require("no_such_library.part", "dali")
+    assert str(caught.value) == (
+        'no_such_library is not installed, and this needs it: pip install "h5feed[dali]"'
+    )

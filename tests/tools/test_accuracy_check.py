@@ -1,0 +1,50 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+TOOLS = str(Path(__file__).parents[2] / "tools")
+
+
+@pytest.fixture(scope="module")
+def tool():
+    sys.path.insert(0, TOOLS)
+    try:
+        import accuracy_check
+
+        yield accuracy_check
+    finally:
+        sys.path.remove(TOOLS)
+
+
+def test_the_interval_is_student_s(tool):
+    # mean 2, standard deviation 1, so 4.303 / √3 at two degrees of freedom
+    mean, half = tool.interval([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert half == pytest.approx(4.303 / 3**0.5)
+
+
+def test_both_sides_are_trained_for_each_seed(tool, tmp_path, capsys, monkeypatch):
+    sys.path.insert(0, TOOLS)
+    from gpu.data import draw_folder
+
+    for split, count in (("train", 128), ("test", 40)):
+        draw_folder(tmp_path / split, count, (32, 32), classes=2)
+    args = [str(tmp_path), "--quick", "--seeds", "2", "--epochs", "1", "--pictures", "128"]
+    assert tool.main([*args, "--json", str(tmp_path / "out.json")]) == 0
+    said = capsys.readouterr().out
+    assert "packed − files = " in said
+    assert "points (95 %, 2 seeds)" in said
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["runs"]) == 2
+    differences = [run["packed"] - run["files"] for run in found["runs"]]
+    assert found["difference"] == pytest.approx(sum(differences) / 2)
+
+
+def test_one_seed_has_no_spread(tool, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        tool.read_options([str(tmp_path), "--seeds", "1"])
+    assert "--seeds 1: a spread needs 2 or more" in capsys.readouterr().err

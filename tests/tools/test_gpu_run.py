@@ -1,0 +1,189 @@
+"""gpu_run.py on the CPU: every part once, small, and the tables made of what it wrote."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hosts import importable
+
+torch.set_num_threads(1)
+TOOLS = str(Path(__file__).parents[2] / "tools")
+
+
+@pytest.fixture(scope="module")
+def gpu_run():
+    sys.path.insert(0, TOOLS)
+    try:
+        import gpu_run
+
+        yield gpu_run
+    finally:
+        sys.path.remove(TOOLS)
+
+
+@pytest.fixture(scope="module")
+def results(gpu_run, tmp_path_factory):
+    """All parts, on the CPU whatever there is, with three ways to load."""
+    folder = tmp_path_factory.mktemp("gpu_run")
+    few = ("synthetic", "H5Loader, crop on cpu", "ImageFolder, DataLoader")
+    with pytest.MonkeyPatch.context() as patch:
+        importable(folder, patch)
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        whole = gpu_run.ways
+        patch.setattr(
+            gpu_run, "ways", lambda *a, **k: [way for way in whole(*a, **k) if way.name in few]
+        )
+        args = ["--out", str(folder / "out"), "--scratch", str(folder / "scratch")]
+        assert gpu_run.main(args) == 0
+    return folder / "out"
+
+
+def read(results, name):
+    return json.loads((results / f"cpu-{name}.json").read_text())
+
+
+def test_each_part_writes_its_result_with_machine_and_versions(results):
+    names = sorted(path.name for path in results.glob("*.json"))
+    assert names == [
+        "cpu-ablation.json",
+        "cpu-alone.json",
+        "cpu-cifar.json",
+        "cpu-loaders-tiny.json",
+    ]
+    for path in results.glob("*.json"):
+        values = json.loads(path.read_text())
+        assert values["facts"]["versions"]["torch"] == torch.__version__
+        assert values["facts"]["gpu"] is False
+        assert values["facts"]["drawn"] is True
+        assert "core" in values["machine"]
+
+
+def test_loaders_stand_beside_the_synthetic_ceiling(results):
+    rows = read(results, "loaders-tiny")["rows"]
+    assert [(row["name"], row["threads"]) for row in rows] == [
+        ("synthetic", None),
+        ("H5Loader, crop on cpu", 1),
+        ("H5Loader, crop on cpu", 2),
+        ("ImageFolder, DataLoader", 1),
+    ]
+    assert all(row["error"] is None for row in rows)
+    ceiling = rows[0]["images_per_second"]
+    for row in rows[1:]:
+        assert row["share_of_ceiling"] == pytest.approx(row["images_per_second"] / ceiling)
+        assert row["input_bound"] == pytest.approx(1 - row["share_of_ceiling"])
+        assert row["cpu_seconds_per_1000"] > 0
+
+
+def test_the_ablation_measured_real_processes(results):
+    rows = read(results, "ablation")["ablation"]["rows"]
+    assert [row["name"] for row in rows] == ["the plain loop", "+ packed file", "+ H5Loader"]
+    for row in rows:
+        assert row["error"] is None
+        assert min(row["images_per_second"], row["ceiling"], row["memory_bytes"]) > 0
+        assert row["final_loss"] > 0
+    # Three ways to load, one way to train: one ceiling
+    assert len({row["ceiling"] for row in rows}) == 1
+
+
+def test_a_loader_that_fails_is_told_in_its_row(gpu_run, tmp_path):
+    from gpu.loading import Way, measure_loaders
+    from packed import random_images, write_packed
+
+    def broken(_trial):
+        raise ImportError("no such library")
+
+    file = write_packed(tmp_path / "a.h5", random_images(16, (16, 16)))
+    scale = gpu_run.SMALL
+    config = gpu_run.training_config(file, scale.models[0], scale, on_gpu=False)
+    found = [way for way in gpu_run.ways(_photos(file), (1,), workers=0) if way.ceiling]
+    taking = [*found, Way(name="broken", open=broken, threads=1)]
+    rows = measure_loaders(config, taking, pictures=16, seconds=0.02, repeats=1)
+    assert rows[0]["images_per_second"] > 0
+    assert rows[1]["error"] == "ImportError: no such library"
+    assert rows[1]["images_per_second"] is None
+
+
+def _photos(file):
+    from gpu.data import Photos
+
+    return Photos(folder=file, raw=file, jpeg=file, drawn=True)
+
+
+def test_cifar_trains_each_seed_anew(results):
+    found = read(results, "cifar")
+    assert [run["seed"] for run in found["runs"]] == [0, 1]
+    assert found["runs"][0]["accuracy"] != found["runs"][1]["accuracy"] or (
+        found["runs"][0]["seconds"] != found["runs"][1]["seconds"]
+    )
+    for run in found["runs"]:
+        assert [epoch for epoch, _, _ in run["history"]] == [1]
+        assert run["seconds"] == run["history"][-1][1]
+    assert "A100" in found["anchors"]
+
+
+def test_seconds_to_the_target_are_those_of_the_first_scoring_that_reaches_it(gpu_run, tmp_path):
+    from gpu import cifar, data
+
+    train, val, _ = data.prepare_cifar(None, tmp_path, count=80)
+    config = cifar.recipe(train, val, epochs=2, on_gpu=False)
+    found = cifar.train_seeds(config, seeds=1, target=0.0)
+    assert found["reached"] == 1
+    assert found["seconds_to_target_mean"] == found["runs"][0]["history"][0][1]
+    twice = cifar.train_seeds(config, seeds=2, target=1.1)
+    assert twice["reached"] == 0
+    assert twice["seconds_to_target_mean"] is None
+    # Compiling, warming up and the seed before leave no trace: the same seed, the same accuracies
+    history = [[accuracy for _, _, accuracy in run["history"]] for run in twice["runs"]]
+    assert history[0] == [accuracy for _, _, accuracy in found["runs"][0]["history"]]
+
+
+def test_tables_are_made_of_the_files_alone(gpu_run, results, capsys, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- gpu_run: begin -->\nof last year\n<!-- gpu_run: end -->\nafter\n")
+    assert gpu_run.main(["--tables", "--out", str(results), "--readme", str(page)]) == 0
+    said, text = capsys.readouterr().out, page.read_text()
+    assert text.startswith("before\n<!-- gpu_run: begin -->\n**")
+    assert text.endswith("<!-- gpu_run: end -->\nafter\n")
+    assert "of last year" not in text
+    for title in (
+        "Training h5feed.bench.trained:tiny",
+        "CIFAR-10, resnet9-small",
+        "the plain loop",
+    ):
+        assert title in text
+        assert title in said
+    assert len(list(results.glob("*.png"))) == 3
+
+
+def test_a_page_without_the_marks_is_left_alone(gpu_run, results, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("nothing\n")
+    with pytest.raises(SystemExit, match="lacks the lines <!-- gpu_run: begin -->"):
+        gpu_run.main(["--tables", "--out", str(results), "--readme", str(page)])
+    assert page.read_text() == "nothing\n"
+
+
+def test_no_results_no_tables(gpu_run, tmp_path):
+    with pytest.raises(SystemExit, match=r"holds no results of gpu_run\.py: run it first"):
+        gpu_run.main(["--tables", "--out", str(tmp_path)])
+
+
+def test_few_pictures_are_repeated(gpu_run, tmp_path):
+    from gpu.data import draw_folder, repeat_folder
+
+    draw_folder(tmp_path / "a", 6, (8, 8), classes=3)
+    repeat_folder(tmp_path / "a", tmp_path / "b", 15)
+    files = list((tmp_path / "b").rglob("*.jpg"))
+    assert len(files) == 15
+    assert len({path.resolve() for path in files}) == 6
+    assert {path.parent.name for path in files} == {"class000", "class001", "class002"}
+
+
+def test_a_folder_without_pictures_is_said(gpu_run, tmp_path):
+    from gpu.data import repeat_folder
+
+    with pytest.raises(SystemExit, match="holds no pictures: give a folder of class folders"):
+        repeat_folder(tmp_path, tmp_path / "b", 3)

@@ -1,0 +1,200 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from h5feed.errors import UsageError
+from h5feed.train import load_trained, train
+from h5feed.train.checkpoint import load_checkpoint
+from h5feed.train.config import DistributedConfig
+from h5feed.train.distributed import (
+    World,
+    choose_device,
+    join_world,
+    last_only,
+    start,
+    under_torchrun,
+)
+from h5feed.train.log import read_metrics
+from train.helpers import make_config, make_data, make_pictures
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def train_one_rank(config):
+    """What each process of a world runs: the memory loader's own part of each batch."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    train(config, make_data(config, world=(rank, size)))
+    return rank
+
+
+def results(out):
+    weights = load_checkpoint(out / "last.pt")["net"]
+    lines = read_metrics(out / "metrics.jsonl")
+    return weights, [(m["kind"], m["step"], m["loss"], m["accuracy"]) for m in lines]
+
+
+def with_norms(num_outputs):
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, num_outputs)
+    )
+
+
+def train_all(configs):
+    with join_world("cpu"):
+        return [train_one_rank(config) for config in configs]
+
+
+def configs_in(root):
+    shared = {"optimizer": "sgd", "clip_norm": 1.0}
+    return {
+        "whole": make_config(root / "whole", **shared),
+        "parts": make_config(root / "parts", accumulate=2, **shared),
+        "norms": make_config(
+            root / "norms", model=f"{__name__}:with_norms", ema=0.9, channels_last=False
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """The folder of runs made by two processes, started once for all: it takes seconds."""
+    root = tmp_path_factory.mktemp("two")
+    assert start(train_all, list(configs_in(root).values()), 2) == [0, 0, 0]
+    return root
+
+
+@pytest.mark.parametrize("name", ["whole", "parts"])
+def test_two_processes_equal_one_at_the_same_global_batch(two_processes, tmp_path, name):
+    train_one_rank(configs_in(tmp_path)[name])
+    expected, lines = results(tmp_path / name)
+    found, found_lines = results(two_processes / name)
+    for weight, value in expected.items():
+        torch.testing.assert_close(found[weight], value, msg=weight)
+    assert [line[:2] for line in found_lines] == [line[:2] for line in lines]
+    for line, other in zip(lines, found_lines, strict=True):
+        assert other[2:] == pytest.approx(line[2:], rel=1e-4)
+
+
+def test_the_score_is_that_of_the_network_that_is_saved(two_processes):
+    """With batch norm, processes have statistics of their own until they are aligned."""
+    images, labels = make_pictures()
+    with torch.no_grad():
+        outputs = load_trained(two_processes / "norms" / "last.pt")(images)
+    loss = nn.functional.cross_entropy(outputs, labels).item()
+    scored = read_metrics(two_processes / "norms" / "metrics.jsonl")[-1]["loss"]
+    assert scored == pytest.approx(loss, rel=1e-5)
+
+
+def fail_on_rank_one(_):
+    if os.environ["RANK"] == "1":
+        raise UsageError("--lr 7 is odd")
+    import time
+
+    time.sleep(60)
+
+
+def test_an_error_of_any_process_is_raised_once_and_ends_the_others():
+    with pytest.raises(UsageError, match=r"^--lr 7 is odd$"):
+        start(fail_on_rank_one, None, 2)
+
+
+def test_torchrun_starts_the_same_run(tmp_path):
+    """By its command, as users do, with each process on its share."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from train.helpers import make_config\n"
+        "from train.test_distributed import train_one_rank\n"
+        "train_one_rank(make_config(Path(sys.argv[1]), epochs=1))\n"
+    )
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        "--standalone", str(script), str(tmp_path / "run"),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("epoch 1 of 1: train loss") == 1
+    assert results(tmp_path / "run")[1][-1][:2] == ("val", 4)
+
+
+def test_the_switches_reach_ddp(monkeypatch):
+    seen = {}
+
+    def recorded(net, **kwargs):
+        seen.update(kwargs)
+        return net
+
+    monkeypatch.setattr("h5feed.train.distributed.DistributedDataParallel", recorded)
+    world = World(rank=0, size=2, device=CPU)
+    for value in (True, False):
+        config = DistributedConfig(static_graph=value, bucket_view=not value)
+        world.wrap(nn.Linear(1, 1), config, parts=1)
+        assert seen["static_graph"] is value
+        assert seen["gradient_as_bucket_view"] is not value
+    world.wrap(nn.Linear(1, 1), DistributedConfig(static_graph=True), parts=2)
+    assert seen["static_graph"] is False  # torch fails there
+
+
+def test_one_process_needs_no_wrapper():
+    net = nn.Linear(1, 1)
+    assert World(rank=0, size=1, device=CPU).wrap(net, DistributedConfig(), parts=1) is net
+
+
+def test_gradients_are_exchanged_in_the_last_part_alone(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        exchanged = []
+        for last in (False, True):
+            with last_only(model, last=last):
+                exchanged.append(model.require_backward_grad_sync)
+        assert exchanged == [False, True]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_batch_norms_are_synchronized_on_gpus_and_refused_on_the_cpu():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    config = DistributedConfig(sync_batchnorm=True)
+    on_gpu = World(rank=0, size=2, device=torch.device("cuda", 0))
+    assert isinstance(on_gpu.synchronize_norms(net, config)[1], nn.SyncBatchNorm)
+    plain = World(rank=0, size=2, device=CPU).synchronize_norms(net, DistributedConfig())
+    assert plain is net
+    with pytest.raises(UsageError, match="--sync-batchnorm needs GPUs"):
+        World(rank=0, size=2, device=CPU).synchronize_norms(net, config)
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device("auto") == CPU
+    with pytest.raises(UsageError, match="--device 'fast' is not a device: cpu, cuda, cuda:N"):
+        choose_device("fast")
+    with pytest.raises(UsageError, match=r"--device cuda \(process 0\) needs 1 GPUs, and torch se"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    with pytest.raises(UsageError, match=r"\(process 2\) needs 3 GPUs, and torch sees 2"):
+        choose_device("cuda", 2)
+
+
+def test_torchrun_is_known_by_its_environment(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert not under_torchrun()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert under_torchrun()

@@ -1,0 +1,91 @@
+import sys
+
+import pytest
+import torch
+
+from h5feed.train.curves import draw_curves
+from h5feed.train.distributed import World
+from h5feed.train.log import MetricsLog, read_metrics
+from h5feed.train.loop import train
+from train.helpers import make_config, make_data
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def test_lines_after_the_resumed_step_are_taken_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    world = World(rank=0, size=1, device=CPU)
+    log = MetricsLog(tmp_path, world, step=0, tensorboard=False)
+    for step in (1, 2, 3):
+        log.write("train", step, 0, {"loss": 1.0 / step})
+    with path.open("a") as file:
+        file.write('{"kind": "tr')  # killed while writing
+    MetricsLog(tmp_path, world, step=2, tensorboard=False).write("train", 3, 0, {"loss": 9.0})
+    assert [(m["step"], m["loss"]) for m in read_metrics(path)] == [(1, 1.0), (2, 0.5), (3, 9.0)]
+
+
+def test_other_processes_write_nothing(tmp_path):
+    log = MetricsLog(tmp_path, World(rank=1, size=2, device=CPU), step=0, tensorboard=True)
+    log.write("train", 1, 0, {"loss": 1.0})
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    event = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = make_config(tmp_path, epochs=1, tensorboard=True)
+    summary = train(config, make_data(config))
+    board = event.EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    scalars = board.Scalars("train/loss")
+    assert [scalar.step for scalar in scalars] == [1, 2, 3, 4]
+    assert scalars[-1].value == pytest.approx(summary.train["loss"])
+
+
+def test_without_tensorboard_it_trains_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    config = make_config(tmp_path, epochs=1, tensorboard=True)
+    assert train(config, make_data(config)).steps == 4
+    assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("val", [True, False])
+def test_curves_are_drawn_after_the_run(tmp_path, val):
+    pytest.importorskip("matplotlib")
+    config = make_config(tmp_path, plot=True)
+    data = make_data(config) if val else make_data(config, val_loader=None)
+    train(config, data)
+    head = (tmp_path / "curves.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(head[16:20], "big") == 1210
+
+
+def test_the_curves_show_what_was_logged(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    drawn = []
+    plain = Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda self, x, y, **kw: drawn.append((x, y)) or plain(self, x, y, **kw)
+    )
+    config = make_config(tmp_path, plot=False)
+    train(config, make_data(config))
+    assert drawn == []
+    draw_curves(tmp_path, "accuracy")
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    train_lines = [line for line in lines if line["kind"] == "train"]
+    assert drawn[0] == (
+        tuple(line["step"] for line in train_lines),
+        tuple(line["loss"] for line in train_lines),
+    )
+    assert len(drawn) == 6
+
+
+def test_without_matplotlib_the_finished_run_says_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    config = make_config(tmp_path, epochs=1, plot=True)
+    assert train(config, make_data(config)).steps == 4
+    assert "no curves.png: matplotlib is not installed" in capsys.readouterr().err

@@ -1,0 +1,348 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from h5feed.errors import UsageError
+from h5feed.train import LossError, read_config, train
+from h5feed.train.checkpoint import load_checkpoint
+from h5feed.train.log import read_metrics
+from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
+
+torch.set_num_threads(1)
+
+
+def run(out, *, data=None, **options):
+    config = make_config(out, **options)
+    return train(config, data or make_data(config))
+
+
+def losses(out, kind="train"):
+    return [
+        (m["step"], m["loss"]) for m in read_metrics(out / "metrics.jsonl") if m["kind"] == kind
+    ]
+
+
+def weights(out, name="last.pt"):
+    return load_checkpoint(out / name)["net"]
+
+
+def test_the_loss_falls_and_the_summary_says_so(tmp_path):
+    summary = run(tmp_path, epochs=6)
+    train_losses = [loss for _, loss in losses(tmp_path)]
+    assert train_losses[-1] < 0.3 * train_losses[0]
+    assert (summary.steps, summary.metric) == (24, "accuracy")
+    assert summary.best == summary.val["accuracy"] == 1.0
+    assert summary.val["loss"] == losses(tmp_path, "val")[-1][1]
+    assert set(summary.train) == {
+        "loss", "accuracy", "lr", "images_per_s", "data_wait", "memory_mb"
+    }  # fmt: skip
+    assert summary.train["images_per_s"] > 0
+    assert 0 < summary.train["data_wait"] < 1
+    assert summary.train["memory_mb"] > 50
+
+
+def test_the_run_saves_its_configuration(tmp_path):
+    run(tmp_path, lr=0.02)
+    assert read_config(tmp_path / "config.json") == make_config(tmp_path, lr=0.02)
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(data, batches):
+    """The same data, whose training loader dies after so many batches."""
+
+    class Dying(MemoryLoader):
+        def __iter__(self):
+            for batch in super().__iter__():
+                if self.left == 0:
+                    raise Killed
+                self.left -= 1
+                yield batch
+
+    def make(side):
+        loader = data.train_loader(side)
+        loader.__class__ = Dying
+        loader.left = batches
+        return loader
+
+    return replace(data, train_loader=make)
+
+
+class Noisy(torch.nn.Module):
+    """Dropout, so that the random state matters; batch norm, so that buffers do."""
+
+    def __init__(self, num_outputs):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.BatchNorm2d(8), torch.nn.Dropout(0.3)
+        )
+        self.head = torch.nn.Linear(8, num_outputs)
+
+    def forward(self, images):
+        return self.head(self.body(images).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("schedule", ["onecycle", "cyclic", "cosine"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw", "ema": 0.9, "mixup": 0.3, "precision": "bf16"},
+        {"optimizer": "sgd", "accumulate": 2, "cutmix": 1.0, "progressive": 8, "precision": "fp16"},
+    ],
+)
+def test_resume_in_mid_epoch_gives_the_losses_of_the_uninterrupted_run(tmp_path, schedule, options):
+    options = {**options, "schedule": schedule, "model": f"{__name__}:Noisy", "epochs": 3}
+    options["save_every"] = 3
+    config = make_config(tmp_path / "cut", **options)
+    data = make_data(config, size=16)
+    run(tmp_path / "whole", data=data, **options)
+    with pytest.raises(Killed):
+        train(config, killed_after(data, 7 * config.speed.accumulate))
+    assert losses(tmp_path / "cut")[-1][0] == (7 if "progressive" not in options else 11)
+    torch.manual_seed(99)
+    train(replace(config, resume=True), data)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "cut", "val") == losses(tmp_path / "whole", "val")
+    expected = weights(tmp_path / "whole")
+    assert all(torch.equal(value, expected[k]) for k, value in weights(tmp_path / "cut").items())
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    summary = run(tmp_path, resume=True)
+    assert (summary.steps, summary.best) == (8, 1.0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_best_is_kept_over_a_resume(tmp_path):
+    run(tmp_path, epochs=4)
+    best = load_checkpoint(tmp_path / "best.pt")["progress"]
+    assert best["best"] == max(
+        m["accuracy"] for m in read_metrics(tmp_path / "metrics.jsonl") if m["kind"] == "val"
+    )
+
+
+def test_a_resume_with_another_recipe_is_one_sentence(tmp_path):
+    run(tmp_path, lr=0.01)
+    with pytest.raises(UsageError, match=r"last\.pt was made with --lr 0\.01, and now it is 0\.02"):
+        run(tmp_path, lr=0.02, resume=True)
+
+
+def test_a_resume_on_other_data_is_one_sentence(tmp_path):
+    run(tmp_path)
+    config = make_config(tmp_path, resume=True)
+    with pytest.raises(UsageError, match="has 4 steps an epoch, and this data 2"):
+        train(config, make_data(config, count=32))
+
+
+def test_a_folder_with_a_run_is_not_overwritten_unasked(tmp_path):
+    run(tmp_path)
+    before = (tmp_path / "last.pt").read_bytes()
+    with pytest.raises(UsageError, match="holds a run already: go on with --resume, replace it"):
+        run(tmp_path)
+    assert (tmp_path / "last.pt").read_bytes() == before
+    assert run(tmp_path, overwrite=True, epochs=1).steps == 4
+    assert len(losses(tmp_path)) == 4
+
+
+def poisoned(data, batch):
+    """The same data, in whose `batch` a target is out of this world."""
+
+    def make(side):
+        loader = data.train_loader(side)
+        plain = type(loader).__iter__
+
+        class Poisoned(MemoryLoader):
+            def __iter__(self):
+                for number, (images, targets) in enumerate(plain(self)):
+                    images = images.float()
+                    yield images * float("nan") if number == batch else images, targets
+
+        loader.__class__ = Poisoned
+        return loader
+
+    return replace(data, train_loader=make)
+
+
+def test_a_nan_loss_is_one_error_and_the_last_good_checkpoint_is_kept(tmp_path):
+    config = make_config(tmp_path, save_every=2, log_every=4)
+    with pytest.raises(LossError) as caught:
+        train(config, poisoned(make_data(config), 2))
+    assert str(caught.value) == (
+        f"loss is nan at step 4 (epoch 1): the last good checkpoint is {tmp_path / 'last.pt'}. "
+        "A smaller --lr, --clip-norm 1, or with fp16 --precision bf16 may cure it; --debug anomaly "
+        "shows where it begins"
+    )
+    assert load_checkpoint(tmp_path / "last.pt")["progress"]["step"] == 2
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
+
+
+def test_nan_weights_under_a_finite_loss_are_not_saved(tmp_path):
+    """The step that breaks the weights has a finite loss; saving right then must not happen."""
+
+    class Breaking(torch.nn.Module):
+        def __init__(self, num_outputs):
+            super().__init__()
+            self.inner = tiny(num_outputs)
+            self.calls = 0
+
+        def forward(self, images):
+            self.calls += self.training
+            outputs = self.inner(images)
+            if self.calls == 4:
+                outputs.register_hook(lambda grad: grad * float("inf"))
+            return outputs
+
+    globals()["Breaking"] = Breaking
+    config = make_config(
+        tmp_path, save_every=2, log_every=2, model=f"{__name__}:Breaking", drop_biases=False
+    )
+    with pytest.raises(LossError, match=r"a weight is NaN or infinite at step 4 .*last\.pt"):
+        train(config, replace(make_data(config), val_loader=None))
+    assert load_checkpoint(tmp_path / "last.pt")["progress"]["step"] == 2
+
+
+def test_nothing_saved_yet_is_said(tmp_path):
+    config = make_config(tmp_path)
+    with pytest.raises(LossError, match="nothing was saved yet"):
+        train(config, poisoned(make_data(config), 0))
+
+
+def test_log_every_reads_seldom(tmp_path):
+    run(tmp_path, log_every=3, epochs=2)
+    assert [step for step, _ in losses(tmp_path)] == [3, 4, 6, 8]
+
+
+def test_progressive_resizing_shows_the_model_small_pictures_first(tmp_path):
+    seen = []
+
+    class Watching(torch.nn.Module):
+        def __init__(self, num_outputs):
+            super().__init__()
+            self.inner = tiny(num_outputs)
+
+        def forward(self, images):
+            seen.append((self.training, images.shape[-1]))
+            return self.inner(images)
+
+    globals()["Watching"] = Watching
+    config = make_config(
+        tmp_path, epochs=3, progressive=8, model=f"{__name__}:Watching", drop_biases=False
+    )
+    train(config, make_data(config, size=16))
+    assert {size for training, size in seen if training} == {8, 16}
+    assert {size for training, size in seen if not training} == {16}
+    with pytest.raises(UsageError, match="--progressive 32 starts above the full size, which is 8"):
+        run(tmp_path / "other", progressive=32)
+
+
+def test_the_score_is_of_the_averaged_weights_and_of_mirrored_pictures(tmp_path):
+    scores = {}
+    for name, options in {"plain": {}, "ema": {"ema": 0.9}, "flip": {"test_flip": True}}.items():
+        run(tmp_path / name, epochs=1, **options)
+        scores[name] = losses(tmp_path / name, "val")
+    assert scores["ema"] != scores["plain"]
+    assert scores["flip"] != scores["plain"]
+    assert losses(tmp_path / "ema") == losses(tmp_path / "plain")
+
+
+def test_gradient_checkpointing_is_switched_on_and_changes_no_loss(tmp_path, monkeypatch):
+    from torch.utils import checkpoint
+
+    import h5feed.train.recompute as recompute
+
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["use_reentrant"])
+        return checkpoint.checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(recompute, "checkpoint", counted)
+    run(tmp_path / "plain", model="resnet9", epochs=1)
+    assert not calls
+    run(tmp_path / "saving", model="resnet9", epochs=1, checkpoint=True)
+    assert set(calls) == {False}
+    assert losses(tmp_path / "plain") == losses(tmp_path / "saving")
+
+
+def biased(num_outputs):
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(),
+        torch.nn.Linear(4 * 36, num_outputs),
+    )  # fmt: skip
+
+
+def test_biases_before_norms_are_dropped_and_named(tmp_path, capsys):
+    run(tmp_path / "dropped", model=f"{__name__}:biased", epochs=1)
+    assert "dropped 1 biases that a batch norm follows: 0\n" in capsys.readouterr().err
+    assert "model.0.bias" not in weights(tmp_path / "dropped")
+    run(tmp_path / "kept", model=f"{__name__}:biased", epochs=1, drop_biases=False)
+    assert "model.0.bias" in weights(tmp_path / "kept")
+
+
+def test_backends_are_set_during_the_run_only(tmp_path):
+    seen = []
+    config = make_config(tmp_path, cudnn_benchmark=True)
+    data = make_data(config)
+
+    def make(side):
+        seen.append(torch.backends.cudnn.benchmark)
+        return data.train_loader(side)
+
+    train(config, replace(data, train_loader=make))
+    assert seen == [True]
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_mixing_without_classes_is_one_sentence(tmp_path):
+    config = make_config(tmp_path, mixup=0.2)
+    data = make_data(config, task="regression")
+    with pytest.raises(UsageError, match="--mixup and --cutmix mix class labels, and the task is"):
+        train(config, data)
+
+
+def test_a_wrong_model_name_leaves_the_folder_free(tmp_path):
+    with pytest.raises(UsageError, match="'resnet5' is not known"):
+        run(tmp_path, model="resnet5")
+    assert run(tmp_path).steps == 8
+
+
+def test_regression_and_segmentation_learn(tmp_path):
+    images, labels = make_pictures()
+    targets = {
+        "regression": torch.stack((labels.float(), -labels.float()), 1),
+        "segmentation": (images[:, 0] > 130).long(),
+    }
+    for task, target in targets.items():
+        model = {"regression": f"{__name__}:pair", "segmentation": f"{__name__}:pixels"}[task]
+        config = make_config(tmp_path / task, epochs=8, model=model, drop_biases=False, lr=0.05)
+        data = make_data(
+            config,
+            task=task,
+            num_outputs=2,
+            train_loader=lambda side, target=target: MemoryLoader(images, target, 16),
+            val_loader=list(MemoryLoader(images, target, 16, shuffle=False)),
+        )
+        train(config, data)
+        found = [loss for _, loss in losses(tmp_path / task, "val")]
+        assert found[-1] < 0.5 * found[0], task
+
+
+def pair(num_outputs):
+    return tiny(num_outputs)
+
+
+def pixels(num_outputs):
+    return torch.nn.Conv2d(3, num_outputs, 1)
+
+
+def test_metrics_lines_are_json_with_what_the_readme_names(tmp_path):
+    run(tmp_path, epochs=1)
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"kind", "step", "epoch", "loss", "accuracy", "lr", "images_per_s"} < set(first)
+    assert first["lr"] == pytest.approx(0.01)

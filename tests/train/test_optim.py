@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch import nn
+
+from h5feed.train.config import OptimConfig
+from h5feed.train.optim import clip_gradients, make_optimizer, parameter_groups
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+
+
+def step_with_zero_gradients(model, config):
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for weight in model.parameters():
+        weight.data += 1
+        weight.grad = torch.zeros_like(weight)
+    make_optimizer(model, config).step()
+    return {
+        name
+        for name, weight in model.named_parameters()
+        if not torch.equal(weight, before[name] + 1)
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weight_decay_moves_matrices_only(model, optimizer):
+    moved = step_with_zero_gradients(model, OptimConfig(optimizer=optimizer, lr=0.1))
+    assert moved == {"0.weight", "3.weight"}
+
+
+def test_decay_norms_moves_everything(model):
+    moved = step_with_zero_gradients(model, OptimConfig(lr=0.1, decay_norms=True))
+    assert moved == {name for name, _ in model.named_parameters()}
+
+
+def test_frozen_weights_are_left_out(model):
+    model[0].weight.requires_grad_(False)
+    weights = [w for g in parameter_groups(model, OptimConfig()) for w in g["params"]]
+    assert len(weights) == 5
+    assert all(w is not model[0].weight for w in weights)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_the_implementation_is_the_one_asked_for(model, optimizer, implementation):
+    config = OptimConfig(optimizer=optimizer, implementation=implementation)
+    made = make_optimizer(model, config)
+    assert made.defaults["fused"] is (implementation == "fused")
+    assert made.defaults["foreach"] is (implementation == "foreach")
+
+
+def test_momentum_is_handed_on(model):
+    assert make_optimizer(model, OptimConfig(momentum=0.8)).defaults["betas"] == (0.8, 0.999)
+    sgd = make_optimizer(model, OptimConfig(optimizer="sgd", momentum=0.8)).defaults
+    assert (sgd["momentum"], sgd["nesterov"]) == (0.8, True)
+    plain = make_optimizer(model, OptimConfig(optimizer="sgd", momentum=0.0)).defaults
+    assert (plain["momentum"], plain["nesterov"]) == (0.0, False)
+
+
+def gradients(model):
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def test_clipping_by_norm_and_by_value(model):
+    for weight in model.parameters():
+        weight.grad = torch.full_like(weight, 2.0)
+    clip_gradients(model, OptimConfig())
+    assert gradients(model).max() == 2
+    clip_gradients(model, OptimConfig(clip_value=1.5))
+    assert gradients(model).max() == 1.5
+    clip_gradients(model, OptimConfig(clip_norm=0.5))
+    assert gradients(model).norm() == pytest.approx(0.5, rel=1e-4)

@@ -1,0 +1,71 @@
+from dataclasses import fields
+
+import pytest
+
+from h5feed.augment import (
+    CenterCrop,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+)
+from h5feed.train.config import DataConfig
+from h5feed.train.recipes import scoring_ops, to_torchvision, training_ops
+
+FLIP = RandomHorizontalFlip()
+
+
+@pytest.mark.parametrize(
+    ("crop", "size", "stored", "dense", "expected"),
+    [
+        ("auto", 32, (32, 32), False, [RandomCrop(32, padding=4), FLIP]),
+        ("auto", 24, (32, 32), False, [Resize((24, 24)), RandomCrop(24, padding=3), FLIP]),
+        ("auto", 224, (256, 256), False, [RandomResizedCrop(224), FLIP]),
+        ("auto", 224, None, False, [RandomResizedCrop(224), FLIP]),
+        ("auto", 64, (64, 64), True, [RandomResizedCrop(64, scale=(0.25, 1.0)), FLIP]),
+        ("random-resized", 32, (32, 32), False, [RandomResizedCrop(32), FLIP]),
+        ("random-crop", 224, (224, 224), False, [RandomCrop(224, padding=28), FLIP]),
+        ("none", 224, (256, 128), False, [Resize((224, 224)), FLIP]),
+        ("none", 32, (32, 32), False, [FLIP]),
+    ],
+)
+def test_training(crop, size, stored, dense, expected):
+    assert training_ops(DataConfig(crop=crop), size, stored, dense=dense) == expected
+    plain = training_ops(DataConfig(crop=crop, flip=False), size, stored, dense=dense)
+    assert plain == expected[:-1]
+
+
+@pytest.mark.parametrize(
+    ("crop", "size", "stored", "dense", "expected"),
+    [
+        ("auto", 32, (32, 32), False, []),
+        ("auto", 24, (32, 32), False, [Resize((24, 24))]),
+        ("auto", 224, (256, 256), False, [Resize(256), CenterCrop(224)]),
+        ("random-resized", 96, None, False, [Resize(110), CenterCrop(96)]),
+        ("auto", 224, (256, 256), True, [Resize((224, 224))]),
+        ("none", 224, (256, 256), False, [Resize((224, 224))]),
+    ],
+)
+def test_scoring(crop, size, stored, dense, expected):
+    assert scoring_ops(DataConfig(crop=crop), size, stored, dense=dense) == expected
+
+
+def test_torchvision_gets_the_same_arguments():
+    pytest.importorskip("torchvision")
+    ops = [
+        Resize((24, 20)),
+        CenterCrop(16),
+        RandomCrop(16, padding=4),
+        RandomResizedCrop(8, scale=(0.25, 1.0)),
+        RandomHorizontalFlip(0.25),
+    ]
+    made = to_torchvision(ops).transforms
+    assert [type(op).__name__ for op in made] == [type(op).__name__ for op in ops]
+    assert made[0].size == [24, 20]
+    assert made[1].size == (16, 16)
+    assert (made[2].size, made[2].padding) == ((16, 16), [4, 4, 4, 4])
+    assert made[3].scale == (0.25, 1.0)
+    assert made[4].p == 0.25
+    assert {f.name for f in fields(RandomResizedCrop)} - {"interpolation", "antialias"} == {
+        "size", "scale", "ratio"
+    }  # fmt: skip

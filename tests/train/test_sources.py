@@ -1,0 +1,262 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from h5feed.errors import H5FormatError, UsageError
+from h5feed.feed.loader import H5Loader
+from h5feed.train.distributed import World
+from h5feed.train.loop import train
+from h5feed.train.sources import open_data
+from h5feed.train.stock import StockLoader
+from h5feed.train.synthetic import SyntheticLoader
+from train.files import (
+    make_images,
+    write_classes,
+    write_folder,
+    write_scenes,
+    write_targets,
+)
+from train.helpers import make_config
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, device=CPU)
+LOADERS = ["h5loader", "dataloader", "imagefolder", "synthetic"]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    return {
+        "classes": write_classes(root / "classes.h5"),
+        "targets": write_targets(root / "targets.h5"),
+        "scenes": write_scenes(root / "scenes.h5", void=7),
+        "folder": write_folder(root / "folder"),
+    }
+
+
+def config_for(paths, out, loader="h5loader", kind="classes", **options):
+    path = paths["folder" if loader == "imagefolder" else kind]
+    if loader == "imagefolder":
+        pytest.importorskip("torchvision")
+        options = {"size": 16, **options}
+    elif loader == "dataloader":
+        pytest.importorskip("torchvision")
+    config = make_config(out, loader=loader, workers=0, **{"crop": "none", **options})
+    return replace(config, train=path, val=path)
+
+
+def open_(*args, world=ALONE, **options):
+    return open_data(config_for(*args, **options), world)
+
+
+def samples(batches):
+    """Every (label, sum of pixels) of some batches, sorted: which pictures came."""
+    return sorted(
+        (targets[k].tolist(), int(images[k].sum()))
+        for images, targets in batches
+        for k in range(len(images))
+    )
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_every_loader_keeps_the_protocol(paths, tmp_path, loader):
+    data = open_(paths, tmp_path, loader)
+    assert (data.task, data.num_outputs, data.size) == ("classification", 4, 16)
+    made = data.train_loader(16)
+    kinds = {"h5loader": H5Loader, "synthetic": SyntheticLoader}
+    assert type(made) is kinds.get(loader, StockLoader)
+    made.set_epoch(0)
+    batches = list(made)
+    assert len(batches) == len(made) == 3
+    for images, targets in batches:
+        assert (images.shape, images.dtype) == ((16, 3, 16, 16), torch.uint8)
+        assert (targets.shape, targets.dtype) == ((16,), torch.int64)
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader", "imagefolder"])
+def test_pictures_come_once_an_epoch_and_in_another_order_in_the_next(paths, tmp_path, loader):
+    images, labels = make_images()
+    every = sorted(zip(labels.tolist(), images.sum((1, 2, 3)).tolist(), strict=True))
+    data = open_(paths, tmp_path, loader, flip=False)
+    made = data.train_loader(16)
+    orders = []
+    for epoch in (0, 1):
+        made.set_epoch(epoch)
+        batches = [(i.clone(), t.clone()) for i, t in made]
+        assert samples(batches) == every
+        orders.append(torch.cat([images.sum((1, 2, 3)) for images, _ in batches]).tolist())
+    assert orders[0] != orders[1]
+    assert samples((i.clone(), t.clone()) for i, t in data.val_loader) == every
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader", "imagefolder"])
+def test_mean_and_deviation_are_the_pixels_own(paths, tmp_path, loader):
+    images, _ = make_images()
+    data = open_(paths, tmp_path, loader)
+    assert data.mean == pytest.approx(images.mean((0, 1, 2)).tolist(), rel=1e-3)
+    assert data.std == pytest.approx(images.std((0, 1, 2)).tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader", "imagefolder"])
+@pytest.mark.parametrize("crop", ["random-resized", "random-crop"])
+def test_random_crops_are_a_function_of_seed_epoch_and_picture(paths, tmp_path, loader, crop):
+    def pictures(seed, epoch, skip=0):
+        made = open_(paths, tmp_path, loader, crop=crop, seed=seed).train_loader(16)
+        made.set_epoch(epoch)
+        if skip:
+            iterator = iter(made)
+            for _ in range(skip):
+                next(iterator)
+            state = made.state_dict()
+            made = open_(paths, tmp_path, loader, crop=crop, seed=seed).train_loader(16)
+            made.load_state_dict(state)
+        return torch.cat([images for images, _ in made])
+
+    first = pictures(0, 0)
+    assert torch.equal(pictures(0, 0), first)
+    assert not torch.equal(pictures(0, 1), first)
+    assert not torch.equal(pictures(1, 0), first)
+    assert torch.equal(pictures(0, 0, skip=2), first[32:])
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader"])
+def test_worker_processes_and_threads_change_no_picture(paths, tmp_path, loader):
+    found = []
+    for workers in (0, 2):
+        config = config_for(paths, tmp_path, loader, crop="random-resized")
+        config = replace(config, data=replace(config.data, workers=workers))
+        made = open_data(config, ALONE).train_loader(16)
+        made.set_epoch(3)
+        found.append(torch.cat([images for images, _ in made]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader"])
+def test_two_processes_share_what_one_would_have(paths, tmp_path, loader):
+    def batches(rank, size, accumulate=1):
+        world = World(rank=rank, size=size, device=CPU)
+        made = open_(paths, tmp_path, loader, world=world, accumulate=accumulate).train_loader(16)
+        made.set_epoch(0)
+        return [samples([(i.clone(), t.clone())]) for i, t in made]
+
+    one = batches(0, 1)
+    both = [sorted(a + b) for a, b in zip(batches(0, 2), batches(1, 2), strict=True)]
+    assert both == one
+    parts = batches(0, 1, accumulate=2)
+    assert [sorted(a + b) for a, b in zip(parts[::2], parts[1::2], strict=True)] == one
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader"])
+def test_scoring_shares_every_picture_once_even_unevenly(tmp_path, loader):
+    paths = {"classes": write_classes(tmp_path / "odd.h5", count=49)}
+    shares = []
+    for rank in range(3):
+        world = World(rank=rank, size=3, device=CPU)
+        data = open_(paths, tmp_path, loader, world=world, batch_size=15)
+        shares += samples((i.clone(), t.clone()) for i, t in data.val_loader)
+    images, labels = make_images(49)
+    every = zip(labels.tolist(), images.sum((1, 2, 3)).tolist(), strict=True)
+    assert sorted(shares) == sorted(every)
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader"])
+def test_masks_keep_their_pictures_geometry(paths, tmp_path, loader):
+    data = open_(paths, tmp_path, loader, "scenes", crop="random-resized", ignore_index=7)
+    assert (data.task, data.num_outputs) == ("segmentation", 2)
+    made = data.train_loader(16)
+    made.set_epoch(0)
+    agreeing, total = 0, 0
+    for images, masks in made:
+        assert masks.shape == (16, 16, 16)
+        counted = masks != 7
+        agreeing += ((images[:, 0] > 115) == (masks == 1))[counted].sum().item()
+        total += counted.sum().item()
+    assert agreeing / total > 0.9
+
+
+def test_targets_come_as_floats(paths, tmp_path):
+    for loader in ("h5loader", "synthetic"):
+        data = open_(paths, tmp_path, loader, "targets")
+        assert (data.task, data.num_outputs) == ("regression", 2)
+        _, targets = next(iter(data.train_loader(16)))
+        assert (targets.shape, targets.dtype) == ((16, 2), torch.float32)
+
+
+def test_the_synthetic_batch_is_one_and_the_same_object(paths, tmp_path):
+    data = open_(paths, tmp_path, "synthetic", "scenes", ignore_index=7)
+    first, second, _ = data.train_loader(16)
+    assert first is second
+    assert first[1].shape == (16, 16, 16)
+    assert first[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dataloader", "imagefolder"])
+def test_training_learns_through_every_loader(paths, tmp_path, loader):
+    config = config_for(paths, tmp_path, loader, flip=False, epochs=6)
+    assert train(config).val["accuracy"] > 0.9
+
+
+def test_sizes(tmp_path, paths):
+    assert open_(paths, tmp_path).size == 16
+    assert open_(paths, tmp_path, size=8).size == 8
+    large = {"classes": write_classes(tmp_path / "large.h5", count=16, size=256)}
+    data = open_(large, tmp_path, crop="auto", batch_size=8)
+    assert data.size == 224
+    assert next(iter(data.train_loader(96)))[0].shape == (8, 3, 96, 96)
+    assert next(iter(data.val_loader))[0].shape == (8, 3, 224, 224)
+
+
+def refuse(paths, tmp_path, match, *, val=None, error=UsageError, world=ALONE, **options):
+    config = config_for(paths, tmp_path, **options)
+    if val is not None:
+        config = replace(config, val=val)
+    with pytest.raises(error, match=match):
+        open_data(config, world)
+
+
+def test_a_class_mismatch_names_the_classes(tmp_path, paths):
+    val = write_classes(tmp_path / "v.h5", classes=("bottom left", "cow", "top left", "top right"))
+    text = r"--val .*v\.h5 and .*classes\.h5 have not the same classes; in one of them only: " \
+        r"bottom right, cow\. Pack both"  # fmt: skip
+    refuse(paths, tmp_path, text, val=val)
+
+
+def test_missing_columns_are_one_sentence_each(tmp_path, paths):
+    unlabelled = {"classes": write_classes(tmp_path / "u.h5", unlabelled=5)}
+    refuse(unlabelled, tmp_path, r"u\.h5 has 5 of 48 pictures without a class \(label -1\): pack a")
+    refuse(paths, tmp_path, r"--task segmentation needs masks, and .*classes\.h5 has none: pack",
+           task="segmentation")  # fmt: skip
+    refuse(paths, tmp_path, r"--task regression needs a column of targets, and .* has classes",
+           task="regression")  # fmt: skip
+    refuse(paths, tmp_path, r"--task classification needs a class per picture, and .* has numbers",
+           kind="targets", task="classification")  # fmt: skip
+    refuse(paths, tmp_path, "--loader imagefolder has classes only, not --task regression",
+           loader="imagefolder", task="regression")  # fmt: skip
+
+
+def test_a_set_of_another_kind_to_score_on_is_refused(tmp_path, paths):
+    other = write_targets(tmp_path / "three.h5", columns=3)
+    refuse(paths, tmp_path, r"three\.h5 has 3 targets a picture, and .*targets\.h5 has 2",
+           kind="targets", val=other)  # fmt: skip
+    scenes = write_scenes(tmp_path / "more.h5", classes=3)
+    refuse(paths, tmp_path, r"more\.h5 has 3 classes, and .*scenes\.h5 has 2: score on",
+           kind="scenes", val=scenes, ignore_index=7)  # fmt: skip
+    refuse(paths, tmp_path, r"--task regression needs a column of targets, and .*classes\.h5",
+           kind="targets", val=paths["classes"], task="regression")  # fmt: skip
+
+
+def test_files_that_are_none_and_batches_that_do_not_split(tmp_path, paths):
+    (tmp_path / "no.h5").write_bytes(b"nothing")
+    refuse(paths, tmp_path, r"no\.h5", val=tmp_path / "no.h5", error=H5FormatError)
+    refuse(paths, tmp_path, r"gone\.h5", val=tmp_path / "gone.h5", error=FileNotFoundError)
+    refuse(paths, tmp_path, r"cannot take .*gone: ", loader="imagefolder", val=tmp_path / "gone")
+    refuse(paths, tmp_path, "--batch-size 16 cannot be shared by 3 processes in --accumulate 2 eq",
+           accumulate=2, world=World(rank=0, size=3, device=CPU))  # fmt: skip
+
+
+def test_a_batch_larger_than_the_set_is_one_sentence(tmp_path, paths):
+    config = config_for(paths, tmp_path / "run", batch_size=64)
+    with pytest.raises(UsageError, match=r"--batch-size 64 is more than all pictures of .*classes"):
+        train(config)

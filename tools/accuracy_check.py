@@ -1,0 +1,154 @@
+"""Does packing cost accuracy? CIFAR-10 from its files and packed, same recipe, several seeds.
+
+    python tools/accuracy_check.py CIFAR            all pictures; hours on a CPU, minutes on a GPU
+    python tools/accuracy_check.py CIFAR --quick    4,000 pictures, a small network: a few minutes
+
+CIFAR is a folder with train/ and test/ of class folders. Each seed gives both sides the same
+weights and the same order of pictures; each draws its own crops. The difference is the mean over
+seeds of (packed − files), with its 95 % interval by Student's t.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _torchvision  # noqa: F401 - torchvision can be imported from here on
+from h5feed import pack
+from h5feed.bench import machine
+from h5feed.train import TrainConfig, train
+from h5feed.train.config import (
+    DataConfig,
+    DebugConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
+
+__all__ = ["interval", "main"]
+
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom."""
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Train both ways for each seed, and print the difference."""
+    options = read_options(given)
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {
+            split: link_some(options.cifar / split, Path(scratch) / split, count)
+            for split, count in (("train", options.pictures), ("test", options.scored))
+        }
+        packed = {split: Path(scratch) / f"{split}.h5" for split in folders}
+        for split, folder in folders.items():
+            pack(folder, packed[split], size="32")
+        runs = []
+        for seed in range(options.seeds):
+            out = Path(scratch) / f"run{seed}"
+            scores = {
+                "files": accuracy(folders, "imagefolder", seed, options, out / "files"),
+                "packed": accuracy(packed, "h5loader", seed, options, out / "packed"),
+            }
+            runs.append(scores)
+            print(f"seed {seed}: files {scores['files']:.4f}, packed {scores['packed']:.4f}")
+    report(runs, options)
+    return 0
+
+
+def read_options(given: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("cifar", type=Path, help="folder with train/ and test/")
+    parser.add_argument("--quick", action="store_true", help="a short run for a CPU")
+    parser.add_argument("--seeds", type=int, help="at least 2 (default: 5; quick: 3)")
+    parser.add_argument("--epochs", type=int, help="(default: 16; quick: 3)")
+    parser.add_argument("--pictures", type=int, help="to train on (default: all; quick: 4000)")
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    options = parser.parse_args(given)
+    quick = options.quick
+    options.seeds = options.seeds or (3 if quick else 5)
+    options.epochs = options.epochs or (3 if quick else 16)
+    options.pictures = options.pictures or (4000 if quick else 50_000)
+    options.scored = options.pictures // 2 if quick else 10_000
+    if not 2 <= options.seeds <= len(_T95) + 1:
+        parser.error(f"--seeds {options.seeds}: a spread needs 2 or more, the table ends at 10")
+    return options
+
+
+def link_some(source: Path, folder: Path, count: int) -> Path:
+    """Link the first pictures of each class, `count` in all, and return `folder`."""
+    classes = sorted(entry for entry in source.iterdir() if entry.is_dir())
+    for entry in classes:
+        (folder / entry.name).mkdir(parents=True)
+        for name in sorted(os.listdir(entry))[: max(1, count // len(classes))]:
+            os.symlink((entry / name).resolve(), folder / entry.name / name)
+    return folder
+
+
+def accuracy(
+    splits: dict[str, Path], loader: Any, seed: int, options: argparse.Namespace, out: Path
+) -> float:
+    """Train once and return the accuracy after the last epoch."""
+    small = options.quick
+    config = TrainConfig(
+        train=splits["train"],
+        val=splits["test"],
+        out=out,
+        epochs=options.epochs,
+        batch_size=64 if small else 512,
+        seed=seed,
+        model=ModelConfig(model="resnet9-small" if small else "resnet9"),
+        loss=LossConfig(label_smoothing=0.1),
+        data=DataConfig(loader=loader, size=32, crop="random-crop"),
+        optim=OptimConfig(
+            optimizer="sgd", lr=0.4, lr_scaling="linear", lr_batch=512, weight_decay=5e-4
+        ),
+        schedule=ScheduleConfig(schedule="linear", warmup=0.2),
+        debug=DebugConfig(plot=False, tensorboard=False),
+    )
+    return train(config).val["accuracy"]
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of paired differences, and half the width of its 95 % interval."""
+    count = len(differences)
+    error = statistics.stdev(differences) / math.sqrt(count)
+    return statistics.mean(differences), _T95[count - 2] * error
+
+
+def report(runs: list[dict[str, float]], options: argparse.Namespace) -> None:
+    """Print both means and their difference, and write them where asked."""
+    mean, half = interval([run["packed"] - run["files"] for run in runs])
+    files = statistics.mean(run["files"] for run in runs)
+    packed = statistics.mean(run["packed"] for run in runs)
+    verdict = "no difference to be seen" if abs(mean) <= half else "a difference"
+    print(
+        f"files {files:.4f}, packed {packed:.4f}: packed − files = {100 * mean:+.2f} ± "
+        f"{100 * half:.2f} points (95 %, {len(runs)} seeds): {verdict}"
+    )
+    if options.json is not None:
+        facts = machine.machine(options.cifar)
+        values = {
+            "runs": runs,
+            "difference": mean,
+            "half_width_95": half,
+            "pictures": options.pictures,
+            "epochs": options.epochs,
+            "machine": machine.describe(facts),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "versions": machine.versions(),
+        }
+        options.json.write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,156 @@
+"""What H5Dataset and make_dataloader are worth, against what they replace.
+
+    python tools/bench_dataset.py imagefolder FILE.h5 PHOTOS   the one-line swap: at least 4x
+    python tools/bench_dataset.py loader FILE.h5               make_dataloader against a stock one
+    python tools/bench_dataset.py workers FILE.h5              what workers="auto" rests on
+    python tools/bench_dataset.py collate FILE.h5              stacking (H, W, C) or (C, H, W)
+
+FILE.h5 is `pack-h5 PHOTOS FILE.h5`. Subjects take turns within a run, so that whatever else the
+machine does hits all of them; medians over the rounds. Warm cache.
+"""
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sized
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, default_collate
+
+from _torchvision import ImageFolder, v2
+from h5feed.cores import available_cores
+from h5feed.feed.collate import collate
+from h5feed.feed.dataloader import auto_workers, make_dataloader
+from h5feed.feed.dataset import H5Dataset
+
+AUGMENT = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
+AUGMENT_PIL = v2.Compose([v2.PILToTensor(), AUGMENT])
+BATCH = 64
+
+
+def main() -> None:
+    """Run the part that was asked for and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["imagefolder", "loader", "workers", "collate"])
+    parser.add_argument("file", help="packed by pack-h5 without options")
+    parser.add_argument("photos", nargs="?", help="the folder it was packed from")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--items", type=int, default=1000, help="per subject and round")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    parts = {
+        "imagefolder": compare_imagefolder,
+        "loader": compare_loader,
+        "workers": compare_workers,
+        "collate": compare_collate,
+    }
+    parts[options.part](options)
+
+
+def compare_imagefolder(options: argparse.Namespace) -> None:
+    """The same stock DataLoader and transform over ImageFolder (Pillow) and over H5Dataset."""
+    stock = partial(
+        DataLoader, batch_size=BATCH, num_workers=options.workers, persistent_workers=True
+    )
+    folder = ImageFolder(options.photos, transform=AUGMENT_PIL)
+    packed = H5Dataset(options.file, transform=AUGMENT)
+    rates = race(
+        {
+            "ImageFolder, Pillow": stock(folder, sampler=draws(folder, options)),
+            "H5Dataset": stock(packed, sampler=draws(packed, options)),
+        },
+        options,
+    )
+    show(rates, "ImageFolder, Pillow")
+
+
+def compare_loader(options: argparse.Namespace) -> None:
+    """make_dataloader against a DataLoader with nothing but the same number of workers."""
+    subjects: dict[str, Iterable[Any]] = {}
+    for name, transform in (("whole images", None), ("RandomResizedCrop + flip", AUGMENT)):
+        packed = H5Dataset(options.file, transform=transform)
+        subjects[f"stock, {name}"] = DataLoader(
+            packed, BATCH, sampler=draws(packed, options), num_workers=options.workers
+        )
+        subjects[f"made, {name}"] = make_dataloader(
+            packed, BATCH, sampler=draws(packed, options), workers=options.workers
+        )
+    show(race(subjects, options), f"stock, {name}")
+
+
+def compare_workers(options: argparse.Namespace) -> None:
+    """Every number of workers up to twice the cores; and what "auto" would take."""
+    for name, transform in (("whole images", None), ("RandomResizedCrop + flip", AUGMENT)):
+        packed = H5Dataset(options.file, transform=transform)
+        loaders: dict[str, Iterable[Any]] = {
+            f"{name}, workers={workers}": make_dataloader(
+                packed, BATCH, sampler=draws(packed, options), workers=workers
+            )
+            for workers in range(2 * available_cores() + 1)
+        }
+        show(race(loaders, options), next(iter(loaders)))
+        print(f'workers="auto" takes {auto_workers(packed, BATCH)}\n')
+
+
+def compare_collate(options: argparse.Namespace) -> None:
+    """Microseconds an image to make a batch of views, on one thread."""
+    torch.set_num_threads(1)
+    packed = H5Dataset(options.file)
+    samples = packed.__getitems__(range(BATCH))
+    views = [image for image, _ in samples]
+    reused = torch.stack([view.permute(1, 2, 0) for view in views])
+    subjects: dict[str, Callable[[], Any]] = {
+        "default_collate": lambda: default_collate(samples),
+        "h5feed's collate": lambda: collate(samples),
+        "the same into a reused batch": lambda: torch.stack(
+            [view.permute(1, 2, 0) for view in views], out=reused
+        ),
+        "(C, H, W) into a reused batch": lambda: torch.stack(
+            views, out=reused.view(BATCH, *views[0].shape)
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(10 * options.rounds):
+        for name, run in subjects.items():
+            start = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - start) / BATCH * 1e6)
+    for name, found in times.items():
+        print(f"{name:40} {statistics.median(found):8.1f} µs an image")
+
+
+def draws(dataset: Sized, options: argparse.Namespace) -> RandomSampler:
+    """As many random items as a round takes, whatever the dataset's length."""
+    return RandomSampler(dataset, replacement=True, num_samples=options.items)
+
+
+def race(subjects: dict[str, Iterable[Any]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Images a second of each subject and round; a first round warms up and is not counted."""
+    rates: dict[str, list[float]] = {name: [] for name in subjects}
+    for number in range(options.rounds + 1):
+        for name, loader in subjects.items():
+            start = time.perf_counter()
+            for _ in loader:
+                pass
+            if number:
+                rates[name].append(options.items / (time.perf_counter() - start))
+    return rates
+
+
+def show(rates: dict[str, list[float]], base: str) -> None:
+    """Print medians, ranges and ratios to `base`."""
+    ground = statistics.median(rates[base])
+    for name, found in rates.items():
+        middle = statistics.median(found)
+        print(
+            f"{name:40} {middle:8.0f} img/s  ({min(found):.0f} to {max(found):.0f})"
+            f"  {middle / ground:5.2f}x"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""How near packing comes to its bound: a bare pool that only reads, decodes and resizes.
+
+    python tools/bench_pack.py PHOTOS [--repeat 4] [--ffcv /path/to/python]
+
+Both use the same pictures, the same functions and as many processes, in turns; what is shown
+are medians of `--rounds`. "whole" is the time from call to return, start-up and all; "steady"
+leaves the start-up out: (long run − short run) per picture. With --ffcv, an interpreter that
+has FFCV packs the same pictures with its DatasetWriter (raw, longest side at most --size).
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import cv2
+import torch
+
+import h5feed.packing
+from h5feed.packing.decode import decode_rgb
+from h5feed.packing.options import PackOptions, field_specs
+from h5feed.packing.sizing import fit_image
+from h5feed.packing.sources import open_source
+from h5feed.store.layout import FieldSpec
+
+
+def decode_and_resize(spec: FieldSpec, path: bytes) -> int:
+    """Do what packing cannot do without."""
+    pixels, _ = fit_image(decode_rgb(Path(os.fsdecode(path)).read_bytes()), spec)
+    return len(pixels)
+
+
+def single_thread() -> None:
+    """Set a worker up as packing does."""
+    torch.set_num_threads(1)
+    cv2.setNumThreads(0)
+
+
+def time_pool(source: Path, size: int, workers: int) -> float:
+    """Seconds of a bare pool over the pictures of `source`."""
+    began = time.perf_counter()
+    pictures = open_source(source)
+    (spec,) = field_specs(PackOptions(), (size, size))
+    work = partial(decode_and_resize, spec)
+    paths = [pictures.path(index) for index in range(len(pictures))]
+    with multiprocessing.get_context("fork").Pool(workers, single_thread) as pool:
+        for _ in pool.imap_unordered(work, paths, chunksize=16):
+            pass
+    return time.perf_counter() - began
+
+
+def time_pack(source: Path, size: int, workers: int) -> float:
+    """Seconds of packing the pictures of `source`."""
+    with tempfile.TemporaryDirectory(dir=source.parent) as folder:
+        began = time.perf_counter()
+        h5feed.packing.pack(source, Path(folder, "out.h5"), size=size, workers=workers)
+        return time.perf_counter() - began
+
+
+def time_ffcv(python: str, source: Path, size: int, workers: int) -> float:
+    """Seconds of FFCV's DatasetWriter over the pictures of `source`, its imports not counted."""
+    script = Path(__file__).with_name("bench_pack_ffcv.py")
+    with tempfile.TemporaryDirectory(dir=source.parent) as folder:
+        out = str(Path(folder, "out.beton"))
+        command = [python, str(script), str(source), out, str(workers), str(size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def link(photos: Path, folder: Path, times: int) -> Path:
+    """Make a source that has the photos `times` over, without copying them."""
+    source = folder / f"times{times}"
+    source.mkdir()
+    for number in range(times):
+        (source / f"copy{number}").symlink_to(photos.resolve())
+    return source
+
+
+def main() -> None:
+    """Run all subjects in turns."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--size", type=int, default=256)
+    parser.add_argument("--repeat", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--ffcv", help="a python that has FFCV")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write (default: the temporary folder)"
+    )
+    args = parser.parse_args()
+    subjects: dict[str, Callable[[Path], float]] = {
+        "bare pool": lambda source: time_pool(source, args.size, args.workers),
+        "pack": lambda source: time_pack(source, args.size, args.workers),
+    }
+    if args.ffcv:
+        subjects["ffcv"] = lambda source: time_ffcv(args.ffcv, source, args.size, args.workers)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        short = link(args.photos, Path(folder), 1)
+        long = link(args.photos, Path(folder), args.repeat)
+        count = len(open_source(short))
+        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+        for number in range(-1, args.rounds):  # the first round only warms the page cache
+            for name, work in subjects.items():
+                seconds = work(short), work(long) if number >= 0 else 0.0
+                if number >= 0:
+                    rounds[name].append(seconds)
+    report(rounds, count, args.repeat)
+
+
+def report(rounds: dict[str, list[tuple[float, float]]], count: int, repeat: int) -> None:
+    """Print img/s, and the median of each round's share of the bare pool."""
+    print(f"{count} and {count * repeat} pictures, {len(rounds['pack'])} rounds, medians, img/s")
+    print(f"{'':12}{'whole':>8}{'':>7}{'steady':>10}")
+    bound = rounds["bare pool"]
+    for name, seconds in rounds.items():
+        whole = statistics.median(count * repeat / long for _, long in seconds)
+        steady = statistics.median(count * (repeat - 1) / (long - short) for short, long in seconds)
+        pairs = list(zip(seconds, bound, strict=True))
+        share = statistics.median(b[1] / s[1] for s, b in pairs)
+        steady_share = statistics.median((b[1] - b[0]) / (s[1] - s[0]) for s, b in pairs)
+        print(f"{name:12}{whole:8.0f}{share:7.2f}{steady:10.0f}{steady_share:7.2f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Tables and pictures of what gpu_run.py wrote: for the README, from the JSON files alone."""
+
+import json
+import statistics
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from h5feed.bench import ablate_report, report
+from h5feed.bench.plot import save_plot
+from h5feed.bench.tables import markdown_table
+
+__all__ = ["BEGIN", "END", "draw", "markdown", "put_into"]
+
+BEGIN, END = "<!-- gpu_run: begin -->", "<!-- gpu_run: end -->"
+
+
+def markdown(folder: Path) -> str:
+    """Return a section for each JSON file of `folder` that gpu_run.py wrote, by name."""
+    sections = [_SECTIONS[kind](values) for kind, values, _ in _results(folder)]
+    return "\n\n".join(sections)
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw a PNG beside each JSON file that has one."""
+    drawn = []
+    for kind, values, path in _results(folder):
+        picture = path.with_suffix(".png")
+        if kind == "loaders":
+            _draw_loaders(values, picture)
+        elif kind == "ablation":
+            ablate_report.save_plot(ablate_report.from_dict(values["ablation"]), picture)
+        elif kind == "alone":
+            save_plot(report.from_dict(values["reports"][-1]), picture)
+        else:
+            continue
+        drawn.append(picture)
+    return drawn
+
+
+def put_into(page: Path, text: str) -> None:
+    """Replace what stands between the two marks of `page`."""
+    whole = page.read_text()
+    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
+        raise SystemExit(f"{page} lacks the lines {BEGIN} and {END}: add them where it belongs")
+    head, _, rest = whole.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    page.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+
+
+def _results(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        values = json.loads(path.read_text())
+        if isinstance(values, dict) and values.get("kind") in _SECTIONS:
+            found.append((values["kind"], values, path))
+    return found
+
+
+def _number(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "–" if value is None else format(value * factor, form)
+
+
+def _spread(rates: list[float]) -> str:
+    if not rates:
+        return "–"
+    return f"±{(max(rates) - min(rates)) / 2 / statistics.median(rates):.0%}"
+
+
+def _where(values: dict[str, Any]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in values["facts"]["versions"].items())
+    drawn = " Drawn pictures." if values["facts"].get("drawn") else ""
+    return f"{values['machine']}. {versions}.{drawn}"
+
+
+def _loaders(values: dict[str, Any]) -> str:
+    heads = ["loader", "threads", "img/s", "spread", "of ceiling", "input-bound", "CPU s/1000"]
+    heads += ["GPU GB", "remark"]
+    rows = [
+        [
+            f"[{row['name']}]" if row["ceiling"] else row["name"],
+            _number(row["threads"], ".0f"),
+            _number(row["images_per_second"], ",.0f"),
+            _spread(row["rates"]),
+            _number(row["share_of_ceiling"], ".3f"),
+            _number(row["input_bound"], ".1%"),
+            _number(row["cpu_seconds_per_1000"], ".2f"),
+            _number(row["device_bytes"], ",.1f", 1e-9),
+            f"failed: {row['error']}" if row["error"] else "",
+        ]
+        for row in values["rows"]
+    ]
+    table = markdown_table(heads, rows, {0, len(heads) - 1})
+    return "\n".join([f"**{values['title']}**", "", *table, "", _where(values)])
+
+
+def _ablation(values: dict[str, Any]) -> str:
+    return ablate_report.as_markdown(ablate_report.from_dict(values["ablation"]))
+
+
+def _cifar(values: dict[str, Any]) -> str:
+    heads = ["seed", "accuracy", "seconds", f"seconds to {values['target']:.0%}"]
+    rows = [
+        [
+            str(run["seed"]),
+            f"{run['accuracy']:.2%}",
+            f"{run['seconds']:.2f}",
+            _number(run["seconds_to_target"], ".2f"),
+        ]
+        for run in values["runs"]
+    ]
+    mean = _number(values["seconds_to_target_mean"], ".2f")
+    rows.append(["mean", f"{values['accuracy_mean']:.2%}", f"{values['seconds_mean']:.2f}", mean])
+    note = (
+        f"Scoring after every epoch is in the seconds; compiling and warming up is not: "
+        f"{values['compile_and_warmup_seconds']:.0f} s. {values['reached']} of "
+        f"{len(values['runs'])} runs got there. Elsewhere: {values['anchors']}."
+    )
+    table = markdown_table(heads, rows, {0})
+    return "\n".join([f"**{values['title']}**", "", *table, "", f"{note} {_where(values)}"])
+
+
+def _alone(values: dict[str, Any]) -> str:
+    return "\n\n".join(report.as_markdown(report.from_dict(one)) for one in values["reports"])
+
+
+_SECTIONS = {"loaders": _loaders, "ablation": _ablation, "cifar": _cifar, "alone": _alone}
+
+
+def _draw_loaders(values: dict[str, Any], path: Path) -> None:
+    """Images per second over loader threads; other loaders and the ceiling as lines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    measured = [row for row in values["rows"] if row["images_per_second"]]
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in measured:
+        series.setdefault(row["name"], []).append(row)
+    for name, rows in series.items():
+        rates = [row["images_per_second"] for row in rows]
+        if rows[0]["threads"] is None:
+            axes.axhline(rates[0], color="black", ls="--", lw=1, label=f"{name}: {rates[0]:,.0f}")
+        else:
+            axes.plot([row["threads"] for row in rows], rates, "o-", label=name)
+    counts = sorted({row["threads"] for row in measured if row["threads"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("loader threads, or worker processes")
+    axes.set_ylabel("images per second, training")
+    axes.set_title(values["title"], fontsize=10, loc="left")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    caption = "\n".join(textwrap.wrap(_where(values), 150))
+    figure.supxlabel(caption, fontsize=7, x=0.01, ha="left")
+    figure.savefig(path)

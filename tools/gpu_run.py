@@ -1,0 +1,272 @@
+"""Everything there is to measure with a GPU, in one command; a small run of it all without one.
+
+    python tools/gpu_run.py --photos DIR --cifar DIR        all parts, into benchmarks/*.json
+    python tools/gpu_run.py --parts loaders cifar           some of them, on pictures it draws
+    python tools/gpu_run.py --tables [--readme README.md]   tables and PNGs from the JSON files
+
+loaders   ResNet-18 and ResNet-50 at 224 px in bf16, channels_last, compiled: the synthetic ceiling,
+          and each loader beside it
+alone     the loaders without a model, by worker count
+ablation  train-h5 ablate on ResNet-18
+cifar     CIFAR-10 to 94 %, several seeds
+
+Each part prints how long it took; give --parts one at a time where a command's time is limited.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu import cifar, tables
+from gpu.data import prepare_cifar, prepare_photos
+from gpu.loading import measure_loaders, ways
+from h5feed.bench import machine
+from h5feed.bench.ablate import AblateOptions, ablate
+from h5feed.bench.ablate_report import as_dict as ablation_dict
+from h5feed.bench.compare import compare
+from h5feed.bench.options import CompareOptions
+from h5feed.bench.report import as_dict as report_dict
+from h5feed.cores import available_cores
+from h5feed.store import read_index
+from h5feed.train.config import DataConfig, LossConfig, ModelConfig, SpeedConfig, TrainConfig
+
+__all__ = ["main"]
+
+PARTS = ("loaders", "alone", "ablation", "cifar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large everything is."""
+
+    models: tuple[str, ...]
+    pictures: int
+    stored: int
+    """Side of the packed pictures."""
+    side: int
+    """Side of the pictures that the model sees."""
+    batch_size: int
+    outputs: int
+    threads: tuple[int, ...]
+    workers: int
+    seconds: float
+    repeats: int
+    cifar_pictures: int
+    """Drawn, where no --cifar is given."""
+    cifar_epochs: int
+    seeds: int
+    tricks: tuple[str, ...] = ()
+    """Only those; all when empty."""
+
+
+FULL = Scale(
+    models=("torchvision:resnet18", "torchvision:resnet50"),
+    pictures=16384,
+    stored=256,
+    side=224,
+    batch_size=256,
+    outputs=1000,
+    threads=(1, 2, 4, 8, 16),
+    workers=min(16, available_cores()),
+    seconds=2.0,
+    repeats=3,
+    cifar_pictures=50000,
+    cifar_epochs=16,
+    seeds=5,
+)
+SMALL = Scale(
+    models=("h5feed.bench.trained:tiny",),
+    pictures=48,
+    stored=32,
+    side=32,
+    batch_size=8,
+    outputs=100,
+    threads=(1, 2),
+    workers=1,
+    seconds=0.05,
+    repeats=1,
+    cifar_pictures=160,
+    cifar_epochs=1,
+    seeds=2,
+    tricks=("packed file", "H5Loader"),
+)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the parts that are asked for, or make tables of what was measured before."""
+    options = read_options(given)
+    if options.tables:
+        return make_tables(options)
+    scale = FULL if options.on_gpu else SMALL
+    if not options.on_gpu:
+        print("no GPU: a small run on the CPU, which shows that everything works, not how fast")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        options.scratch = options.scratch or Path(scratch)
+        options.scratch.mkdir(parents=True, exist_ok=True)
+        for part in options.parts:
+            began = time.perf_counter()
+            RUNS[part](options, scale)
+            print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
+    return 0
+
+
+def read_options(given: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--photos", type=Path, help="folder of class folders; otherwise drawn")
+    parser.add_argument("--cifar", type=Path, help="folder with train/ and test/; otherwise drawn")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="for the JSON files")
+    parser.add_argument("--scratch", type=Path, help="keeps packed files for the next call")
+    parser.add_argument("--models", nargs="+", help="instead of ResNet-18 and ResNet-50")
+    parser.add_argument("--cifar-epochs", type=int, help="instead of the usual number")
+    parser.add_argument("--seeds", type=int, help="instead of the usual number")
+    parser.add_argument("--target", type=float, default=0.94, help="accuracy on CIFAR-10")
+    parser.add_argument("--no-leave-one-out", action="store_true", help="ablation: half the time")
+    parser.add_argument("--tables", action="store_true", help="print tables of --out, draw PNGs")
+    parser.add_argument("--readme", type=Path, help="with --tables: put them between its marks")
+    options = parser.parse_args(given)
+    options.on_gpu = torch.cuda.is_available()
+    return options
+
+
+def make_tables(options: argparse.Namespace) -> int:
+    """Print the tables, draw the pictures, and put the tables into the README."""
+    text = tables.markdown(options.out)
+    if not text:
+        raise SystemExit(f"--out {options.out} holds no results of gpu_run.py: run it first")
+    print(text)
+    for path in tables.draw(options.out):
+        print(f"drew {path}")
+    if options.readme is not None:
+        tables.put_into(options.readme, text)
+    return 0
+
+
+def run_loaders(options: argparse.Namespace, scale: Scale) -> None:
+    """Every loader with every model."""
+    photos = prepare_photos(
+        options.photos, options.scratch, count=scale.pictures, side=scale.stored
+    )
+    for model in options.models or scale.models:
+        config = training_config(photos.raw, model, scale, on_gpu=options.on_gpu)
+        rows = measure_loaders(
+            config,
+            ways(photos, scale.threads, workers=scale.workers),
+            pictures=scale_count(photos.raw),
+            seconds=scale.seconds,
+            repeats=scale.repeats,
+        )
+        title = f"Training {model} at {scale.side} px, batches of {scale.batch_size}" + (
+            ", bf16, channels_last, compiled" if options.on_gpu else ""
+        )
+        name = f"loaders-{model.rpartition(':')[2]}"
+        write(options, name, {"kind": "loaders", "title": title, "rows": rows}, photos.drawn)
+
+
+def run_alone(options: argparse.Namespace, scale: Scale) -> None:
+    """The loaders without a model."""
+    photos = prepare_photos(
+        options.photos, options.scratch, count=scale.pictures, side=scale.stored
+    )
+    small = not options.on_gpu
+    settings = CompareOptions(
+        images=photos.folder,
+        batch_size=scale.batch_size,
+        crop=scale.side,
+        workers=1 if small else None,
+        seconds=scale.seconds,
+        quick=small,
+        no_cold=True,
+        sweep=not small,
+        only=("H5Loader",) if small else ("H5Loader", "make_dataloader", "Folder", "memcpy"),
+    )
+    reports = compare(photos.raw, settings, lambda text: print(text, flush=True))
+    values = {"kind": "alone", "reports": [report_dict(report) for report in reports]}
+    write(options, "alone", values, photos.drawn)
+
+
+def run_ablation(options: argparse.Namespace, scale: Scale) -> None:
+    """What each trick is worth."""
+    photos = prepare_photos(
+        options.photos, options.scratch, count=scale.pictures, side=scale.stored
+    )
+    model = (options.models or scale.models)[0]
+    config = training_config(photos.raw, model, scale, on_gpu=options.on_gpu)
+    settings = AblateOptions(
+        images=photos.folder,
+        seconds=scale.seconds,
+        repeats=scale.repeats,
+        final_steps=30 if options.on_gpu else 2,
+        leave_one_out=not options.no_leave_one_out and options.on_gpu,
+        only=scale.tricks,
+    )
+    found = ablate(config, settings, lambda text: print(text, flush=True))
+    write(options, "ablation", {"kind": "ablation", "ablation": ablation_dict(found)}, photos.drawn)
+
+
+def run_cifar(options: argparse.Namespace, scale: Scale) -> None:
+    """CIFAR-10 to the target."""
+    train, val, drawn = prepare_cifar(options.cifar, options.scratch, count=scale.cifar_pictures)
+    epochs = options.cifar_epochs or scale.cifar_epochs
+    config = cifar.recipe(train, val, epochs=epochs, on_gpu=options.on_gpu)
+    found = cifar.train_seeds(config, seeds=options.seeds or scale.seeds, target=options.target)
+    title = f"CIFAR-10, {found['model']}, {epochs} epochs, batches of {found['batch_size']}"
+    write(options, "cifar", {"kind": "cifar", "title": title, **found}, drawn)
+
+
+RUNS: dict[str, Callable[[argparse.Namespace, Scale], None]] = {
+    "loaders": run_loaders,
+    "alone": run_alone,
+    "ablation": run_ablation,
+    "cifar": run_cifar,
+}
+
+
+def training_config(file: Path, model: str, scale: Scale, *, on_gpu: bool) -> TrainConfig:
+    """Return the training that loaders are measured with."""
+    return TrainConfig(
+        train=file,
+        batch_size=scale.batch_size,
+        device="cuda" if on_gpu else "cpu",
+        model=ModelConfig(model=model),
+        loss=LossConfig(num_outputs=scale.outputs),
+        data=DataConfig(size=scale.side, crop="random-resized"),
+        speed=SpeedConfig(compile="default" if on_gpu else "off"),
+    )
+
+
+def scale_count(file: Path) -> int:
+    """Pictures in a packed file."""
+    return len(read_index(file))
+
+
+def write(options: argparse.Namespace, name: str, values: dict[str, Any], drawn: bool) -> None:
+    """Write one result with the machine and versions it belongs to."""
+    facts = machine.machine(options.out)
+    versions = machine.versions() | machine.versions(("timm", "nvidia-dali-cuda120"))
+    words = machine.describe(facts)
+    if options.on_gpu:
+        versions |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+        gpu = torch.cuda.get_device_properties(0)
+        words += f", {gpu.name} ({gpu.total_memory / 1e9:.0f} GB)"
+    values |= {
+        "machine": words,
+        "facts": {"machine": facts, "versions": versions, "drawn": drawn, "gpu": options.on_gpu},
+    }
+    path = options.out / f"{'gpu' if options.on_gpu else 'cpu'}-{name}.json"
+    path.write_text(json.dumps(values, ensure_ascii=False, indent=1) + "\n")
+    print(f"wrote {path}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

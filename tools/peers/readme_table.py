@@ -1,0 +1,124 @@
+"""Turn run.py's JSON into the README's table, between two marks.
+
+    python tools/peers/readme_table.py benchmarks/peers.json README.md
+
+replaces what stands between `<!-- peers -->` and `<!-- /peers -->`; without a second argument the
+table is printed. With --check nothing is written: exit 1 if the README does not say what the JSON
+says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
+HEADS = {"raw": "raw 256 px", "jpeg": "JPEG 256 px", "original": "original files"}
+
+
+def _cell(result: dict[str, Any] | None, name: str) -> str:
+    """Images per second of a rival, and its CPU seconds per 1,000 images."""
+    if result is None:
+        return ""
+    found = next((o for o in result["outcomes"] if o["name"] == name), None)
+    if found is None:
+        return "–"
+    if found["error"] is not None:
+        return "failed"
+    text = f"{found['images_per_second']:,.0f}"
+    return f"**{text}**" if name == "h5feed" else text
+
+
+def _row(name: str, columns: list[dict[str, Any]], raw: dict[str, Any]) -> str:
+    """A rival's row; what one variant must stand for comes from the raw one."""
+    cells = [_cell(result, name) for result in columns]
+    found = next((o for o in raw["outcomes"] if o["name"] == name), {})
+    spent, memory = found.get("cpu_seconds_per_1000"), found.get("private_bytes")
+    made = raw["facts"]["conversions"].get(name)
+    cells += [
+        f"{spent:.2f}" if spent else "–",
+        f"{memory / 1e6:,.0f}" if memory and made else "–",
+        f"{made['bytes'] / raw['pictures'] / 1000:,.0f}" if made else "–",
+        f"{made['seconds']:,.0f}" if made else "–",
+    ]
+    shown = name if made or not found.get("ceiling") else f"*{name}*"
+    return f"| {shown} | " + " | ".join(cells) + " |"
+
+
+def _stored_less(result: dict[str, Any]) -> str:
+    """Say who stores fewer pixels than h5feed, and how many."""
+    stored = {n: told["pixels"] for n, told in result["facts"]["conversions"].items()}
+    ours = stored.get("h5feed")
+    fewer = [
+        f"{n} stores {p / ours:.2f} of the pixels"
+        for n, p in stored.items()
+        if ours and p < 0.95 * ours
+    ]
+    return "; ".join(["", *fewer])
+
+
+def _foot(result: dict[str, Any]) -> str:
+    """What was done, on what, with which versions."""
+    crop = result["outcomes"][0]["params"]["crop"]
+    versions = ", ".join(f"{n} {v}" for n, v in result["facts"]["versions"].items())
+    return (
+        f"{result['machine']}; {result['pictures']:,} pictures, RandomResizedCrop({crop}) + flip "
+        f"to uint8 batches of {result['batch_size']}, warm cache, medians of "
+        f"{result['facts']['schedule']['repeats']}; w: workers{_stored_less(result)}. The last "
+        f"four columns are of raw pixels. In italics: the ceiling, no loader at all. {versions}."
+    )
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the Markdown table: a row per rival, a column per variant and worker count."""
+    names = list(dict.fromkeys(o["name"] for r in results for o in r["outcomes"]))
+    raw = max((r for r in results if r["variant"] == "raw"), key=lambda r: r["workers"])
+    heads = [f"{HEADS[r['variant']]}, {r['workers']}w" for r in results]
+    heads += ["CPU s/1000", "memory MB", "kB/img", "conversion s"]
+    fastest = max(results, key=lambda r: r["workers"])["outcomes"]
+    order = {o["name"]: o["images_per_second"] or 0.0 for o in fastest}
+    order |= {o["name"]: o["images_per_second"] or 0.0 for o in raw["outcomes"]}
+    rows = [_row(name, results, raw) for name in sorted(names, key=lambda n: -order.get(n, 0.0))]
+    lines = ["| loader, img/s | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
+    return "\n".join([*lines, *rows, "", _foot(raw)])
+
+
+def put(text: str, readme: str) -> str:
+    """Return `readme` with `text` between the marks.
+
+    Raises:
+        ValueError: The marks are not there.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the file lacks {BEGIN} or {END}: put both where the table belongs")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def main() -> int:
+    """Print the table, write it, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=Path)
+    parser.add_argument("readme", type=Path, nargs="?")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    text = table(json.loads(options.json.read_text()))
+    if options.readme is None:
+        print(text)
+        return 0
+    old = options.readme.read_text()
+    new = put(text, old)
+    if options.check:
+        if old != new:
+            print(f"{options.readme} does not say what {options.json} says", file=sys.stderr)
+        return int(old != new)
+    options.readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
