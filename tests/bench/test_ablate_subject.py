@@ -21,7 +21,7 @@ def subject(tmp_path):
         return made[-1]
 
     yield make
-    for one in made:
+    for one in reversed(made):  # each puts back the backend switches that it found
         one.close()
 
 
