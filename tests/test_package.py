@@ -1,8 +1,10 @@
 """The package as a whole: its public surface, what it imports, and which way."""
 
 import ast
+import re
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,27 @@ def test_a_missing_library_is_one_sentence_that_names_the_extra():
     assert str(caught.value) == (
         'no_such_library is not installed, and this needs it: pip install "h5feed[dali]"'
     )
+
+
+DISTRIBUTIONS = {"nvidia": "nvidia-dali-cuda120"}  # of modules that are named otherwise
+
+
+def named_extras():
+    """(library, extra) of every call of `require` in the package."""
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
+                module, extra = (argument.value for argument in node.args)
+                yield module.partition(".")[0], extra
+
+
+def test_an_extra_brings_what_names_it():
+    brought = {
+        (re.split(r"[^\w-]", line)[0], extra)
+        for line in requires("h5feed")
+        for extra in re.findall(r'extra == "(\w+)"', line)
+    }
+    wanted = set(named_extras())
+    assert len(wanted) > 5
+    for library, extra in wanted:
+        assert (DISTRIBUTIONS.get(library, library), extra) in brought
