@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 from torch.utils.data import Sampler
@@ -77,12 +76,7 @@ class PackedLoader(ABC):
     def __enter__(self: Loader) -> Loader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def set_epoch(self, epoch: int) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from h5feed.packing.encode import Payload
 from h5feed.store.layout import FieldSpec
@@ -44,12 +43,7 @@ class PayloadFiles:
     def __enter__(self) -> "PayloadFiles":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in self._files:
             file.close()
 

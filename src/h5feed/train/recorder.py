@@ -5,7 +5,6 @@ import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
@@ -100,14 +99,9 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.summary.seconds = time.perf_counter() - self._began
-        self._progress.__exit__(kind, error, trace)
+        self._progress.close()
         self._log.close()
 
     def say(self, text: str) -> None:
