@@ -405,7 +405,10 @@ def test_masks_keep_their_numbers():
     palette.putpalette([250, 0, 0, 0, 250, 0, 0, 0, 250, 9, 9, 9, 7, 7, 7])
     color = Image.merge("RGB", (gray, gray, gray))
     deep = Image.fromarray(numbers.astype(np.uint16))
-    for picture in (gray, palette, color, deep):
+    see_through = Image.fromarray(255 - numbers)
+    gray_alpha = Image.merge("LA", (gray, see_through))
+    color_alpha = Image.merge("RGBA", (gray, gray, gray, see_through))
+    for picture in (gray, palette, color, deep, gray_alpha, color_alpha):
         mask = decode_mask(encoded(picture, "PNG"))
         np.testing.assert_array_equal(mask, numbers)
         assert mask.dtype == np.uint8
@@ -425,5 +428,7 @@ def test_what_is_no_mask_is_refused():
         decode_mask(encoded(PICTURE, "PNG"))
     with pytest.raises(DecodeError, match="a mask's class numbers are 0 to 255"):
         decode_mask(encoded(Image.fromarray(np.array([[300]], np.uint16)), "PNG"))
+    with pytest.raises(DecodeError, match="a mask of 16 bits needs one channel"):
+        decode_mask(cv2.imencode(".png", np.ones((2, 3, 3), np.uint16))[1].tobytes())
     with pytest.raises(DecodeError, match="a mask needs whole numbers"):
         decode_mask(encoded(Image.new("F", (3, 3), 0.5), "TIFF"))

@@ -54,6 +54,7 @@ UNSUPPORTED = "unsupported pixels"
 ORIENTATION_TAG = 0x0112
 
 _JPEG = b"\xff\xd8"
+_PNG_DEPTH = 24  # where IHDR, always the first chunk, says how many bits a sample has
 _OPENERS: tuple[tuple[bytes, Callable[[io.BytesIO], ImageFile.ImageFile]], ...] = (
     (_JPEG, JpegImagePlugin.JpegImageFile),
     (b"\x89PNG\r\n\x1a\n", PngImagePlugin.PngImageFile),
@@ -102,11 +103,15 @@ def decode_mask(data: bytes, *, max_pixels: int = MAX_PIXELS) -> UInt8:
     """Decode a mask of class numbers, upright: uint8 (H, W), C-contiguous.
 
     Gray levels are class numbers, palette entries count by their index, 1-bit pixels are 0
-    and 1. Gray stored as color is accepted where the channels are equal. Raises DecodeError.
+    and 1. Gray stored as color is accepted where the channels are equal, and alpha is left out.
+    Raises DecodeError.
     """
     with _refusals():
         picture = _open(data, max_pixels)
         turn = _orientation(picture)
+        if picture.format == "PNG" and data[_PNG_DEPTH] > 8 and len(picture.getbands()) > 1:
+            # Pillow would keep the high byte of each number: 0 for every class.
+            raise DecodeError(UNSUPPORTED, "a mask of 16 bits needs one channel")
         return np.ascontiguousarray(orient(_to_classes(picture), turn))
 
 
@@ -215,7 +220,9 @@ def _to_classes(picture: ImageFile.ImageFile) -> UInt8:
     if values.dtype.kind == "f":
         raise DecodeError(UNSUPPORTED, "a mask needs whole numbers")
     if values.ndim == 3:
-        if (values[..., :3] != values[..., :1]).any():
+        if picture.getbands()[-1] == "A":
+            values = values[..., :-1]
+        if (values != values[..., :1]).any():
             raise DecodeError(UNSUPPORTED, "a mask needs one channel of class numbers")
         values = values[..., 0]
     if values.min() < 0 or values.max() > 255:
