@@ -1,4 +1,7 @@
 import io
+import os
+
+import pytest
 
 from h5feed import progress
 from h5feed.progress import Progress
@@ -41,3 +44,32 @@ def test_remarks_and_silence():
     silent.say("nothing")
     silent.advance(3)
     assert stream.getvalue() == "a remark\n"
+
+
+def test_work_without_a_known_end_is_counted(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    bar = Progress(None, "finding pictures", stream=io.StringIO())
+    clock.now += 2
+    bar.advance(5000)
+    assert bar.line() == "finding pictures: 5,000, 2,500 img/s"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_brief_bar_appears_late_and_leaves_nothing(monkeypatch, seconds):
+    monkeypatch.setattr(progress, "_SECONDS_UNTIL_BRIEF", seconds)
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: os.terminal_size((80, 24)))
+    stream = Terminal()
+    with Progress(None, "finding pictures", brief=True, stream=stream) as bar:
+        bar.advance(5000)
+    shown = stream.getvalue()
+    assert ("finding pictures" in shown) == (seconds == 0.0)
+    assert shown.rpartition("\r")[2].strip() == ""

@@ -10,6 +10,7 @@ from tqdm import tqdm
 __all__ = ["Progress"]
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_UNTIL_BRIEF = 1.0
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -23,17 +24,19 @@ class Progress:
 
     A context manager: what was done is told by `advance`, a remark gets a line of its own by
     `say`, and `note` sets the short text behind the numbers. In a log file or a pipe a line is
-    written every few seconds and none when the work is over sooner.
+    written every few seconds and none when the work is over sooner. `total=None` counts work
+    whose end is not known. A `brief` bar appears after a second and is wiped at the end.
     """
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         what: str,
         *,
         unit: str = "img",
         show: bool = True,
         done: int = 0,
+        brief: bool = False,
         stream: TextIO | None = None,
     ) -> None:
         self.total, self.what, self.unit, self.done = total, what, unit, done
@@ -41,7 +44,7 @@ class Progress:
         self._first, self._began = done, time.monotonic()
         self._last_line = self._began
         self._note = ""
-        self._bar = self._open_bar()
+        self._bar = self._open_bar(brief)
 
     def __enter__(self) -> "Progress":
         return self
@@ -79,13 +82,14 @@ class Progress:
         """Return the state in words, as the plain lines have it."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = (self.done - self._first) / seconds
-        left = f", {(self.total - self.done) / rate:.0f} s left" if rate else ""
+        total = left = ""
+        if self.total is not None:
+            total = f" of {self.total:,}"
+            left = f", {(self.total - self.done) / rate:.0f} s left" if rate else ""
         note = f", {self._note}" if self._note else ""
-        return (
-            f"{self.what}: {self.done:,} of {self.total:,}, {rate:,.0f} {self.unit}/s{left}{note}"
-        )
+        return f"{self.what}: {self.done:,}{total}, {rate:,.0f} {self.unit}/s{left}{note}"
 
-    def _open_bar(self) -> "_Bar | None":
+    def _open_bar(self, brief: bool) -> "_Bar | None":
         if self._stream is None or not self._stream.isatty():
             return None
         # Some containers' terminals say that they are 0 columns wide; tqdm would show nothing.
@@ -99,6 +103,8 @@ class Progress:
             dynamic_ncols=has_width,
             ncols=None if has_width else 80,
             smoothing=0.05,
+            leave=not brief,
+            delay=_SECONDS_UNTIL_BRIEF if brief else 0,
         )
 
     def _is_time(self) -> bool:

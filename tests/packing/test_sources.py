@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from h5feed import progress
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import sources
+from h5feed.packing import folders
 from h5feed.packing.sources import open_source
 
 SAMPLES = Path(__file__).parents[2] / "data_samples"
@@ -232,6 +233,33 @@ def test_the_digest_survives_a_file_that_is_gone(tmp_path):
     assert source.digest() != before
 
 
+# --- on the way ---------------------------------------------------------------
+
+
+def test_a_long_search_says_what_it_has_found(tmp_path, monkeypatch, capsys):
+    """A folder on a slow disk: a line every few seconds, before there is any bar."""
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    touch(tmp_path / "images", "a/1.jpg", "b/2.jpg")
+    touch(tmp_path / "masks", "a/1.png", "b/2.png")
+    (tmp_path / "list.csv").write_text("path\na/1.jpg\n")
+    open_source(tmp_path / "images", masks=tmp_path / "masks")
+    assert capsys.readouterr().err == ""
+    open_source(tmp_path / "images", masks=tmp_path / "masks", progress=True).digest(progress=True)
+    open_source(tmp_path / "images", manifest=tmp_path / "list.csv", progress=True)
+    open_source(tmp_path / "images" / "a", progress=True)
+    said = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(", ")[0] for line in said] == [
+        "finding pictures: 1",
+        "finding pictures: 2",
+        "finding masks: 1 of 2",
+        "finding masks: 2 of 2",
+        "looking at files: 1 of 2",
+        "looking at files: 2 of 2",
+        "finding pictures: 1",
+        "finding pictures: 1",
+    ]
+
+
 # --- memory -----------------------------------------------------------------
 
 
@@ -244,7 +272,7 @@ def test_class_folders_take_under_100_bytes_an_item(tmp_path, monkeypatch):
         name = Path(top).name
         yield top, [], [f"{name}_{number:05d}.JPEG" for number in range(1000)]
 
-    monkeypatch.setattr(sources.os, "walk", walk)
+    monkeypatch.setattr(folders.os, "walk", walk)
     assert bytes_per_item(lambda: open_source(tmp_path)) < 100
 
 
@@ -263,7 +291,7 @@ def test_a_flat_folder_takes_about_100_bytes_an_item(tmp_path, monkeypatch):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(sources.os, "scandir", lambda folder: Entries())
+    monkeypatch.setattr(folders.os, "scandir", lambda folder: Entries())
     assert bytes_per_item(lambda: open_source(tmp_path)) < 100 + len("ILSVRC2012_val_00000000.JPEG")
 
 

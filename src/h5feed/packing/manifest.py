@@ -10,8 +10,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.errors import PackError, UsageError
+from h5feed.packing.table import Table
 
-__all__ = ["Table", "read_manifest"]
+__all__ = ["read_manifest"]
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image")
 _LABELS = ("label",)
@@ -32,19 +32,8 @@ Row = tuple[int, Mapping[str, Any]]
 """Line number from 1, and the line's cells by column."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """What a manifest says, as columns."""
-
-    classes: tuple[str, ...]
-    labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
-    """int64 (N,), −1 without a label; or float32 (N, K) targets."""
-    key_bytes: npt.NDArray[np.uint8]
-    key_offsets: npt.NDArray[np.int64]
-
-
-def read_manifest(manifest: Path, root: Path) -> Table:
-    """Read a manifest whose relative paths start at the folder `root`.
+def read_manifest(manifest: Path, root: Path, *, seen: Callable[[], None]) -> Table:
+    """Read a manifest whose relative paths start at the folder `root`; `seen` is called per row.
 
     Raises UsageError naming file, line and column; PackError where it cannot be read.
     """
@@ -53,7 +42,7 @@ def read_manifest(manifest: Path, root: Path) -> Table:
     if reader is None:
         raise UsageError(f"manifest {str(manifest)!r} is not a .csv, .tsv or .jsonl file")
     try:
-        return _Builder(manifest, root).table(reader(manifest))
+        return _Builder(manifest, root, seen).table(reader(manifest))
     except FileNotFoundError as ex:
         raise UsageError(f"manifest {str(manifest)!r} does not exist") from ex
     except OSError as ex:
@@ -98,8 +87,9 @@ def _json_rows(manifest: Path) -> Iterator[Row]:
 class _Builder:
     """Gathers a manifest's rows into columns."""
 
-    def __init__(self, manifest: Path, root: Path) -> None:
+    def __init__(self, manifest: Path, root: Path, seen: Callable[[], None]) -> None:
         self.manifest = manifest
+        self._seen = seen
         self.root = os.fspath(root)
         self.blob = bytearray()
         self.offsets = array("q", [0])
@@ -133,6 +123,7 @@ class _Builder:
         while row is not None:
             self.blob += self._key(row, column)
             self.offsets.append(len(self.blob))
+            self._seen()
             yield row
             row = next(rows, None)
 

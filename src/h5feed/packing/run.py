@@ -90,8 +90,8 @@ def pack_with(
     options.check()
     place = Place(Path(out))
     check_out(place, Path(source) if _is_path(source) else None, options)
-    pictures = _open(source, options)
-    specs = field_specs(options, stored_size(pictures, options))
+    pictures = _open(source, options, progress)
+    specs = field_specs(options, stored_size(pictures, options, progress=progress))
     ledger = Ledger(Job(source=pictures, specs=specs, options=options))
     with lock(place.journal):
         resumed = _run(place, ledger, progress)
@@ -106,13 +106,14 @@ def _is_path(source: Any) -> bool:
     return isinstance(source, str | os.PathLike)
 
 
-def _open(source: Any, options: PackOptions) -> Source | DatasetSource:
+def _open(source: Any, options: PackOptions, progress: bool) -> Source | DatasetSource:
     if _is_path(source):
         return open_source(
             source,
             manifest=options.manifest,
             masks=options.masks,
             allow_empty=options.allow_empty,
+            progress=progress,
         )
     for name in ("manifest", "masks", "resume"):
         if getattr(options, name):
@@ -126,7 +127,7 @@ def _open(source: Any, options: PackOptions) -> Source | DatasetSource:
 
 def _run(place: Place, ledger: Ledger, progress: bool) -> int:
     """Pack and finish; return how many pictures an earlier run had done."""
-    journal, records = _open_journal(place, ledger.job)
+    journal, records = _open_journal(place, ledger.job, progress)
     try:
         for record in records:
             ledger.accept(record)
@@ -148,11 +149,11 @@ def _run(place: Place, ledger: Ledger, progress: bool) -> int:
     return resumed
 
 
-def _open_journal(place: Place, job: Job) -> tuple[Journal, list[Record]]:
+def _open_journal(place: Place, job: Job, progress: bool) -> tuple[Journal, list[Record]]:
     """Open what an earlier run left, with what it holds; or begin anew."""
     source = job.source
     header = Header(
-        source=source.digest() if isinstance(source, Source) else "",
+        source=source.digest(progress=progress) if isinstance(source, Source) else "",
         count=len(source),
         content=job.options.content(),
         versions=versions(),

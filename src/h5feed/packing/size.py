@@ -10,6 +10,7 @@ from h5feed.packing.decode import DecodeError, read_size
 from h5feed.packing.options import PackOptions
 from h5feed.packing.sizing import auto_size, check_size
 from h5feed.packing.sources import Source
+from h5feed.progress import Progress
 
 __all__ = ["stored_size"]
 
@@ -18,7 +19,9 @@ _SAMPLED_ITEMS = 100
 _HEAD_BYTES = 64 << 10
 
 
-def stored_size(source: Source | DatasetSource, options: PackOptions) -> tuple[int, int] | None:
+def stored_size(
+    source: Source | DatasetSource, options: PackOptions, *, progress: bool = False
+) -> tuple[int, int] | None:
     """Return (height, width) in pixels, or None where pictures keep their own size.
 
     `auto` looks at every k-th picture, 2,000 files at most: of 1.28 million headers it needs
@@ -28,7 +31,11 @@ def stored_size(source: Source | DatasetSource, options: PackOptions) -> tuple[i
         return None
     if options.size != "auto":
         return check_size(options.size, any_size=options.any_size)
-    sides = list(_short_sides(source, options))
+    with Progress(None, "reading sizes", show=progress, brief=True) as bar:
+        sides = []
+        for side in _short_sides(source, options):
+            sides.append(side)
+            bar.advance()
     if not sides:
         raise PackError("size=auto: not one picture of those looked at can be read; check SRC")
     side = auto_size(sides)
