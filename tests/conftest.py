@@ -1,8 +1,11 @@
-"""What every test needs before torchvision is imported."""
+"""What torchvision needs before it is imported, and what several tests begin with."""
 
 import sys
 
+import pytest
 import torch
+
+from packing.folders import make_folder
 
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # its operators live as long as it does
 
@@ -18,3 +21,16 @@ except RuntimeError:
     import torchvision
 except ImportError:
     pass  # the tests that need it say so themselves
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of twelve pictures each."""
+    return make_folder(tmp_path / "pictures")
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A packed file that is not there yet, alone in its folder."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "x.h5"

@@ -14,17 +14,6 @@ from h5feed.packing import pack, run
 from packing.folders import make_folder, names, sha256
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return make_folder(tmp_path / "pictures")
-
-
-@pytest.fixture
-def out(tmp_path):
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "x.h5"
-
-
 def pack_h5(*args):
     return main([str(arg) for arg in args])
 

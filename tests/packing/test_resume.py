@@ -18,17 +18,6 @@ KILLS = 20
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return make_folder(tmp_path / "pictures")
-
-
-@pytest.fixture
-def out(tmp_path):
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "x.h5"
-
-
-@pytest.fixture
 def _small_steps(monkeypatch):
     """Blocks of a few pictures, saved without a pause: much to go wrong in a short run."""
     monkeypatch.setattr(blocks, "_MOST", 4)

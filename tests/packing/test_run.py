@@ -23,21 +23,11 @@ from h5feed.packing import PackOptions, blocks, encode, journal, pack, place, wo
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
 from h5feed.packing.sizing import fit_image
+from h5feed.packing.sources import open_source
 from h5feed.store.check import check_file
 from packing.folders import make_folder, make_picture, names, sha256
 
 SIZE = 32
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return make_folder(tmp_path / "pictures")
-
-
-@pytest.fixture
-def out(tmp_path):
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "x.h5"
 
 
 def provenance(path):
@@ -249,6 +239,10 @@ def test_a_leftover_partial_needs_a_word(folder, out):
     [
         ({"quality": 0}, "quality=0 is out of range: give 1 to 100"),
         ({"workers": -1}, "workers=-1 is too small: give 0 or more"),
+        ({"workers": 1.5}, r"workers=1\.5 is not a whole number"),
+        ({"max_skipped": "3"}, "max_skipped='3' is not a whole number"),
+        ({"quality": 90.0}, r"quality=90\.0 is not a whole number"),
+        ({"background": 255}, "background=255 is no color: give red, green, blue"),
         ({"background": (0, 0, 256)}, "background=256 is out of range"),
         ({"size": 64, "store": "original"}, "size=64 with store=original: .* leave size out"),
         ({"fit": "crop", "store": "original"}, "fit=crop with store=original"),
@@ -332,6 +326,28 @@ def test_more_than_max_skipped_stops(folder, out):
     with pytest.raises(PackError, match=r"more than max_skipped=2 pictures .* is dogs/003\.jpg: "):
         pack(folder, out, size=SIZE, max_skipped=2, workers=1)
     assert pack(folder, out, size=SIZE, max_skipped=3, workers=1, resume=True).items == 21
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_max_skipped_stops_at_the_picture_that_exceeds_it(folder, out, capfd, count):
+    """Not at the end of its block, and no picture behind it is spoken of."""
+    make_folder(folder, broken=(2, 9, 15, 16, 17))
+    with pytest.raises(PackError, match=r"more than max_skipped=2 pictures .* is dogs/003\.jpg: "):
+        pack(folder, out, size=SIZE, max_skipped=2, workers=count, progress=True)
+    said = [line.split()[1] for line in capfd.readouterr().err.splitlines()]
+    assert said == ["cats/002.jpg:", "cats/009.png:", "dogs/003.jpg:"]
+
+
+@pytest.mark.parametrize(("left", "stop"), [(0, 3), (1, 10), (2, 16), (3, 24)])
+def test_a_block_ends_where_the_run_will(folder, left, stop):
+    make_folder(folder, broken=(2, 9, 15))
+    options = PackOptions(size=str(SIZE))
+    job = encode.Job(
+        source=open_source(folder), specs=field_specs(options, (SIZE, SIZE)), options=options
+    )
+    record, _ = encode.encode_block(job, 0, 24, left)
+    assert (record.start, record.stop) == (0, stop)
+    assert len(record.rows) == stop - len(record.skips)
 
 
 def test_max_skipped_is_ten_or_one_percent():

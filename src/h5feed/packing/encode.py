@@ -90,16 +90,20 @@ def row_type(specs: Sequence[FieldSpec]) -> np.dtype[np.void]:
 
 
 def encode_block(
-    job: Job, start: int, stop: int, current: Any = None
+    job: Job, start: int, stop: int, skips_left: int, current: Any = None
 ) -> tuple[Record, list[list[Payload]]]:
     """Encode pictures `start` to `stop`; return what is known of them and each field's payloads.
 
+    One skip more than `skips_left` ends the block there: the run will stop at that picture.
     `current`, a one-element sequence, is told the index at hand: should a decoder take the
     whole process down, the file can still be named.
     """
     items: list[tuple[int, _Item]] = []
     skips: list[Skip] = []
     for index in range(start, stop):
+        if len(skips) > skips_left:
+            stop = index
+            break
         if current is not None:
             current[0] = index
         try:

@@ -31,7 +31,13 @@ class Ledger:
         self.say: Callable[[str], None] = lambda text: None
         """Is told of each picture that is skipped."""
         self._rows = np.empty(self.total, row_type(job.specs))
-        self._limit = job.options.skip_limit(self.total)
+        fail = job.options.on_error == "fail"
+        self._limit = 0 if fail else job.options.skip_limit(self.total)
+
+    @property
+    def skips_left(self) -> int:
+        """How many more pictures may be skipped before the run has to stop."""
+        return self._limit - len(self.skips)
 
     @property
     def rows(self) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
@@ -58,11 +64,11 @@ class Ledger:
     def _check_skips(self, new: Sequence[Skip]) -> None:
         if new and self.job.options.on_error == "fail":
             raise PackError(f"{self._name(new[0])} cannot be packed: {new[0]}")
-        for skip in new:
+        last = next(iter(new[self.skips_left :]), None)
+        for skip in new[: self.skips_left + 1]:
             self.say(f"skipped {self._name(skip)}: {skip}")
-        if len(self.skips) + len(new) <= self._limit:
+        if last is None:
             return
-        last = [*self.skips, *new][self._limit]
         raise PackError(
             f"more than max_skipped={self._limit} pictures cannot be packed; the last is "
             f"{self._name(last)}: {last}"

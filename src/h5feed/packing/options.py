@@ -1,5 +1,6 @@
 """The options of packing, and the pixel fields that they ask for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -69,9 +70,11 @@ class PackOptions:
         _in_range("quality", self.quality, 1, 100)
         for name, least in (("workers", 0), ("max_skipped", 0), ("max_pixels", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name}={value} is too small: give {least} or more")
-        if len(self.background) != 3:
+            if value is not None:
+                _whole(name, value)
+                if value < least:
+                    raise UsageError(f"{name}={value} is too small: give {least} or more")
+        if not isinstance(self.background, Sequence) or len(self.background) != 3:
             raise UsageError(f"background={self.background} is no color: give red, green, blue")
         for value in self.background:
             _in_range("background", value, 0, 255)
@@ -159,6 +162,12 @@ def _among(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
 
+def _whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{name}={value!r} is not a whole number")
+
+
 def _in_range(name: str, value: int, least: int, most: int) -> None:
+    _whole(name, value)
     if not least <= value <= most:
         raise UsageError(f"{name}={value} is out of range: give {least} to {most}")

@@ -47,10 +47,11 @@ class Target(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Encode these pictures."""
+    """Encode these pictures, up to one skip more than are left."""
 
     start: int
     stop: int
+    skips_left: int
 
 
 class Position(NamedTuple):
@@ -73,7 +74,7 @@ def pack_here(job: Job, target: Target, ledger: Ledger, tick: Tick) -> None:
     try:
         with PayloadFiles(*target) as files:
             for start, stop in blocks(ledger.stop, ledger.total, 1, job.specs[0]):
-                record, payloads = encode_block(job, start, stop)
+                record, payloads = encode_block(job, start, stop, ledger.skips_left)
                 files.write(ledger.accept(record), payloads)
                 tick([record])
     finally:
@@ -156,7 +157,7 @@ class _Coordinator:
     def _give_work(self, worker: _Worker) -> None:
         block = next(self._blocks, None)
         if block is not None:
-            worker.waiting.append(Work(*block))
+            worker.waiting.append(Work(*block, self._ledger.skips_left))
             self._send(worker, worker.waiting[-1])
 
     def _receive(self, worker: _Worker) -> None:
@@ -254,9 +255,9 @@ def _work(job: Job, conn: Connection, files: PayloadFiles, current: Any) -> None
                 files.write(message.at, held.pop(message.start))
                 del held_bytes[message.start]
                 conn.send(Written(message.start))
-        start, stop = todo.popleft()
-        record, held[start] = encode_block(job, start, stop, current)
-        held_bytes[start] = sum(record.sizes)
+        work = todo.popleft()
+        record, held[work.start] = encode_block(job, *work, current)
+        held_bytes[work.start] = sum(record.sizes)
         conn.send(record)
 
 
