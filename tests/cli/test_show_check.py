@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -52,8 +55,35 @@ def test_check_of_a_refused_and_of_a_missing_file(tmp_path, capsys):
     (tmp_path / "x.h5").write_bytes(b"nothing")
     assert check.main([str(tmp_path / "x.h5")]) == 1
     assert "refused: " in capsys.readouterr().out
-    assert check.main([str(tmp_path / "none.h5")]) == 1
-    assert "none.h5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [check, show], ids=["check-h5", "show-h5"])
+def test_a_file_that_cannot_be_opened_is_one_sentence(tmp_path, capsys, command):
+    name = command.__name__.rpartition(".")[2] + "-h5"
+    locked = tmp_path / "locked.h5"
+    locked.touch(0)
+    for path, said in (
+        (tmp_path / "none.h5", "does not exist"),
+        (tmp_path / "none" / "a.h5", "does not exist"),
+        (locked / "a.h5", "does not exist: a part of this path is a file"),
+        (tmp_path, "is a folder: give a file"),
+        (locked, "may not be opened: permission denied"),
+    ):
+        if path == locked and os.access(locked, os.R_OK):
+            continue  # root opens everything
+        assert command.main([str(path)]) == 1
+        assert capsys.readouterr().err == f"{name}: {path} {said}\n"
+
+
+@pytest.mark.parametrize("args", [[], ["--json"]])
+def test_who_stops_reading_is_not_told_of_it(packed, args):
+    """As in `show-h5 FILE | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "h5feed.cli.show", str(packed), *args]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_show_tells_facts_and_histogram(packed, capsys):

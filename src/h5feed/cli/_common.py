@@ -1,5 +1,7 @@
 """How every command runs: options from a dataclass, one sentence for an error, an exit status."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +17,14 @@ __all__ = ["run_command"]
 _Options = TypeVar("_Options")
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+UNREAD = 141  # what a shell says of a program that SIGPIPE ended
+
+_WHAT_IS_WRONG = {
+    errno.ENOENT: "does not exist",
+    errno.ENOTDIR: "does not exist: a part of this path is a file",
+    errno.EISDIR: "is a folder: give a file",
+    errno.EACCES: "may not be opened: permission denied",
+}
 
 
 def run_command(
@@ -30,7 +40,8 @@ def run_command(
 
     A field's docstring is its help. Returns the exit status: what `work` returns (None counts
     as 0), 1 for an H5FeedError, OSError or missing library, 2 for a UsageError; errors are one
-    sentence on stderr. tyro itself exits with 0 after --help and 2 where it cannot read `args`.
+    sentence on stderr. Whoever reads stdout may leave early: then 141, and no word of it.
+    tyro itself exits with 0 after --help and 2 where it cannot read `args`.
     `default` makes the options that `args` changes; `flag_pairs` offers --x and --no-x for each.
     """
     config: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes,)
@@ -43,13 +54,35 @@ def run_command(
     try:
         read = partial(tyro.cli, options, prog=prog, args=args, config=config)
         given = read() if default is None else read(default=default())
-        return work(given) or DONE
+        status = work(given) or DONE
+        sys.stdout.flush()
+        return status
     except UsageError as ex:
         return _say(prog, ex, USAGE)
-    except (H5FeedError, OSError, ImportError) as ex:
+    except BrokenPipeError:
+        _drop_stdout()
+        return UNREAD
+    except OSError as ex:
+        return _say(prog, _in_words(ex), FAILED)
+    except (H5FeedError, ImportError) as ex:
         return _say(prog, ex, FAILED)
     except KeyboardInterrupt as ex:
         return _say(prog, str(ex) or "interrupted", INTERRUPTED)
+
+
+def _drop_stdout() -> None:
+    """Send the rest to nowhere: Python flushes stdout once more when it ends, and complains."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _in_words(error: OSError) -> str:
+    """Return the error as a sentence about its file."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    what = _WHAT_IS_WRONG.get(error.errno or 0, f"cannot be used: {error.strerror}")
+    return f"{os.fsdecode(error.filename)} {what}"
 
 
 def _say(prog: str, error: object, status: int) -> int:
