@@ -1,15 +1,19 @@
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.cli.train import main
-from h5feed.train import read_config
+from h5feed.train import TrainConfig, read_config, write_config
+from h5feed.train.config import OptimConfig
 from h5feed.train.log import read_metrics
 from train.files import write_classes, write_scenes
 
@@ -63,6 +67,46 @@ def test_a_runs_config_is_read_back_and_can_be_changed(paths, tmp_path):
     assert main([f"--config={config}", "--resume", "--epochs", "2"]) == 0
 
 
+def test_a_config_read_back_neither_overwrites_nor_resumes_unasked(paths, tmp_path, capsys):
+    assert main(arguments(paths, tmp_path, "--no-plot", "--overwrite")) == 0
+    config = str(tmp_path / "config.json")
+    assert main(["--config", config]) == 2
+    assert "holds a run already: go on with --resume" in capsys.readouterr().err
+    assert main(["--config", config, "--resume"]) == 0
+    assert main(["--config", config, "--out", str(tmp_path / "new"), "--epochs", "1"]) == 0
+
+
+def test_the_last_config_counts(paths, tmp_path):
+    for name, epochs in (("a", 1), ("b", 2)):
+        made = TrainConfig(train=Path(paths["train"]), out=tmp_path / name, epochs=epochs)
+        write_config(made, tmp_path / f"{name}.json")
+    a, b = (str(tmp_path / f"{name}.json") for name in "ab")
+    seen = []
+    options = {"prog": "train-h5", "args": ["--config", b, f"--config={a}"]}
+    assert run_training_command(RunOptions, seen.append, **options) == 0
+    assert seen[0].run == read_config(tmp_path / "a.json")
+    assert seen[0].config == tmp_path / "a.json"
+
+
+@pytest.mark.parametrize("name", ["train", "find_lr", "find_batch", "ablate"])
+def test_what_is_not_given_is_the_default(name):
+    """No placeholder of the command line's parser may reach a run."""
+    command = importlib.import_module(f"h5feed.cli.{name}")._Command
+    seen = []
+    assert run_training_command(command, seen.append, prog="p", args=["t.h5", "--lr", "0.5"]) == 0
+    expected = TrainConfig(train=Path("t.h5"), optim=OptimConfig(lr=0.5))
+    assert seen == [command(run=expected)]
+
+
+def test_without_the_file_to_train_on_it_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--epochs", "2"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "Missing from train-h5" in said
+    assert "TRAIN" in said
+
+
 @pytest.mark.parametrize(
     ("more", "status", "text"),
     [
@@ -74,6 +118,7 @@ def test_a_runs_config_is_read_back_and_can_be_changed(paths, tmp_path):
         (["--batch-size", "400"], 2, "train-h5: --batch-size 400 is more than all pictures of"),
         (["--config", "gone.json"], 2, "train-h5: --config gone.json cannot be read as JSON"),
         (["--resume"], 2, "train-h5: --resume finds no checkpoint"),
+        (["--accumulate", "3"], 2, "--batch-size 16 cannot be computed in --accumulate 3"),
         (["--lr", "1e20", "--optimizer", "sgd"], 1, "the last good checkpoint is"),
     ],
 )
@@ -93,7 +138,7 @@ def test_errors_are_one_sentence(paths, tmp_path, capsys, more, status, text):
         (["--lr", "-1"], "--lr -1.0 is too small: it must be above 0"),
         (["--lr", "fast"], "--lr"),
         (["--loader", "magic"], "magic"),
-        (["--accumulate", "3"], "--batch-size 16 cannot be computed in --accumulate 3"),
+        (["--workers", "-2"], "--workers -2 is too small: it must be at least -1"),
     ],
 )
 def test_what_the_command_line_refuses_exits_with_2(paths, tmp_path, capsys, more, text):

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,10 +8,13 @@ from h5feed.bench.ablate import AblateOptions, Ablation, Row
 from h5feed.bench.remote import SubjectError
 from h5feed.cli import ablate
 from h5feed.cli.train import main
+from h5feed.train import TrainConfig, write_config
+from h5feed.train.config import ModelConfig
 from packed import random_images, write_packed
 
 torch.set_num_threads(1)
-SMALL = ["--model", "train.trials:net_with_everything", "--batch-size", "4", "--device", "cpu"]
+MODEL = ModelConfig(model="train.trials:net_with_everything")
+SMALL = ["--model", MODEL.model, "--batch-size", "4", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +29,14 @@ def test_find_lr_prints_json_and_draws(packed, tmp_path, capsys):
     curve = json.loads(capsys.readouterr().out)
     assert len(curve["rates"]) == len(curve["losses"]) <= 12
     assert picture.exists()
+
+
+def test_the_tools_take_a_runs_options_from_its_config(packed, tmp_path, capsys):
+    config = TrainConfig(train=Path(packed), device="cpu", batch_size=4, model=MODEL)
+    write_config(config, tmp_path / "config.json")
+    args = ["find-batch", "--config", str(tmp_path / "config.json"), "--batch-size", "8"]
+    assert main([*args, "--smallest", "2", "--largest", "2", "--steps", "1"]) == 0
+    assert "meant for batches of 8?" in capsys.readouterr().out
 
 
 def test_find_lr_says_what_to_try_or_that_it_has_nothing(packed, capsys):

@@ -9,22 +9,20 @@ from pathlib import Path
 from h5feed.bench.ablate import AblateOptions, ablate
 from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, save_plot
 from h5feed.bench.remote import SubjectError
-from h5feed.cli._common import run_command
 from h5feed.cli._teller import Teller
+from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.errors import H5FeedError
-from h5feed.train import TrainConfig
 
 __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _Command(RunOptions):
     """Train with every known speed-up off, then with one more each, then with one less each.
 
     Options of train-h5 that are themselves tricks (loader, precision, compile, ...) are overruled.
     """
 
-    run: TrainConfig
     ablate: AblateOptions = field(default_factory=AblateOptions)
     draw: Path | None = None
     """Write the result as a picture (PNG, SVG or PDF)."""
@@ -36,7 +34,7 @@ class _Command:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run train-h5 ablate; return its exit status."""
-    return run_command(_Command, _ablate, prog="train-h5 ablate", args=args, flag_pairs=True)
+    return run_training_command(_Command, _ablate, prog="train-h5 ablate", args=args)
 
 
 def _ablate(command: _Command) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from h5feed.cli._common import run_command
+from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.train import TrainConfig
 from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, find_batch
 from h5feed.train.finder_plots import draw_batch_sizes
@@ -19,10 +19,9 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _Command(RunOptions):
     """Try batch sizes until memory is full, and time each. Nothing is kept of it."""
 
-    run: TrainConfig
     test: BatchRange = field(default_factory=BatchRange)
     draw: Path | None = None
     """Draw speed and memory over the size (PNG, SVG or PDF)."""
@@ -32,7 +31,7 @@ class _Command:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run train-h5 find-batch; return its exit status."""
-    return run_command(_Command, _find, prog="train-h5 find-batch", args=args, flag_pairs=True)
+    return run_training_command(_Command, _find, prog="train-h5 find-batch", args=args)
 
 
 def _find(command: _Command) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from h5feed.cli._common import run_command
+from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.progress import Progress
-from h5feed.train import TrainConfig
 from h5feed.train.find_lr import LrCurve, LrRange, find_lr
 from h5feed.train.finder_plots import draw_lr_curve
 from h5feed.train.trial import open_trial
@@ -17,10 +16,9 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _Command(RunOptions):
     """Train for a moment at rising learning rates, and suggest one. Nothing is kept of it."""
 
-    run: TrainConfig
     test: LrRange = field(default_factory=LrRange)
     draw: Path | None = None
     """Draw the loss over the rate (PNG, SVG or PDF)."""
@@ -30,7 +28,7 @@ class _Command:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run train-h5 find-lr; return its exit status."""
-    return run_command(_Command, _find, prog="train-h5 find-lr", args=args, flag_pairs=True)
+    return run_training_command(_Command, _find, prog="train-h5 find-lr", args=args)
 
 
 def _find(command: _Command) -> None:

@@ -5,10 +5,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from h5feed.cli._common import run_command
-from h5feed.train import Summary, TrainConfig, read_config, train
+from h5feed.cli._training import RunOptions, run_training_command
+from h5feed.train import Summary, train
 from h5feed.train.distributed import is_main_process
 from h5feed.train.log import LAST
 
@@ -19,17 +18,15 @@ _TOOLS = {"ablate": "ablate", "find-lr": "find_lr", "find-batch": "find_batch"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _Command(RunOptions):
     """Train on a packed file, every known speed-up a switch.
 
-    Several GPUs: --gpus N, or torchrun --nproc-per-node N -m h5feed.cli.train TRAIN.h5 ...
-    Before the first run: train-h5 find-lr and train-h5 find-batch; what each speed-up is worth:
-    train-h5 ablate.
+    Several GPUs: --gpus N, or torchrun --nproc-per-node N -m h5feed.cli.train TRAIN ...
+
+    Before the first run: train-h5 find-lr and train-h5 find-batch. What each speed-up is worth:
+    train-h5 ablate. Each has a --help of its own.
     """
 
-    run: TrainConfig
-    config: Path | None = None
-    """Take the options from a run's config.json; what is given beside it counts more."""
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -40,25 +37,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if given and given[0] in _TOOLS:
         tool = importlib.import_module(f"h5feed.cli.{_TOOLS[given[0]]}")
         return tool.main(given[1:])  # type: ignore[no-any-return]
-    path = _config_path(given)
-    return run_command(
-        _Command,
-        _train,
-        prog="train-h5",
-        args=given,
-        default=None if path is None else lambda: _Command(run=read_config(path), config=path),
-        flag_pairs=True,
-    )
-
-
-def _config_path(args: Sequence[str]) -> Path | None:
-    """Find --config before the other options are read: they change what it holds."""
-    for number, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name == "--config":
-            rest = [value] if equals else list(args[number + 1 : number + 2])
-            return Path(rest[0]) if rest else None
-    return None
+    return run_training_command(_Command, _train, prog="train-h5", args=given)
 
 
 def _train(command: _Command) -> None:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from h5feed.errors import UsageError
 from h5feed.train.large_batch import Scaling, scale_lr
@@ -265,7 +265,7 @@ class DebugConfig:
 class TrainConfig:
     """A whole training run."""
 
-    train: Positional[Path]
+    train: Annotated[Positional[Path], arg(metavar="TRAIN")]
     """Packed file to train on (for --loader imagefolder, a folder of class folders)."""
     val: Path | None = None
     """Packed file (or folder) to score on after each epoch."""

@@ -1,6 +1,7 @@
 """A run's folder: its configuration, its metrics, and nothing of an older run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def open_run(config: TrainConfig, world: World) -> Path:
         if not config.resume:
             for name in (METRICS, LAST, BEST):
                 (out / name).unlink(missing_ok=True)
-        write_config(config, out / "config.json")
+        # What was asked of this call alone would, read back, replace a run unasked.
+        write_config(replace(config, resume=False, overwrite=False), out / "config.json")
     return out
 
 
