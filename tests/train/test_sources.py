@@ -5,6 +5,7 @@ import torch
 
 from h5feed.errors import H5FormatError, UsageError
 from h5feed.feed.loader import H5Loader
+from h5feed.train import sources
 from h5feed.train.distributed import World
 from h5feed.train.loop import train
 from h5feed.train.sources import open_data
@@ -73,6 +74,21 @@ def test_every_loader_keeps_the_protocol(paths, tmp_path, loader):
     for images, targets in batches:
         assert (images.shape, images.dtype) == ((16, 3, 16, 16), torch.uint8)
         assert (targets.shape, targets.dtype) == ((16,), torch.int64)
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(-1, "auto"), (0, 1), (3, 3)])
+def test_the_switches_reach_h5loader(paths, tmp_path, monkeypatch, workers, threads):
+    made = []
+    monkeypatch.setattr(sources, "H5Loader", lambda *args, **options: made.append(options))
+    switches = {"workers": workers, "prefetch": 5, "augment_on": "device"}
+    config = replace(
+        make_config(tmp_path, **switches), train=paths["classes"], val=paths["classes"]
+    )
+    open_data(config, ALONE).train_loader(16)
+    assert len(made) == 2  # to train and to score
+    for options in made:
+        given = (options["threads"], options["prefetch"], options["augment_on"])
+        assert given == (threads, 5, "device")
 
 
 @pytest.mark.parametrize("loader", ["h5loader", "dataloader", "imagefolder"])
