@@ -1,4 +1,5 @@
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -97,3 +98,17 @@ def test_go_home_frees_a_slot_that_was_never_lent():
     slot = slots.take()
     slot.go_home()
     assert slots.take() is slot
+
+
+def test_no_python_runs_when_a_tensor_ends():
+    """A Ctrl-C that comes in a Python function which runs because an object ends is lost."""
+    slots = ring(keep=1)
+    tensors = [slots.take().lend(4) for _ in range(3)]
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
+    tensors.pop()
+    sys.setprofile(None)
+    assert [name for event, name in called if event == "call"] == []
+    back = slots.take()
+    assert len(slots) == 3
+    assert back.rows.shape == (4, 3, 2)

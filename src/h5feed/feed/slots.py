@@ -17,15 +17,43 @@ from numpy.typing import NDArray
 __all__ = ["Ring", "Slot"]
 
 
+class _Loan(weakref.ref[Any]):
+    """Watches a lent array, and keeps its slot until then."""
+
+    __slots__ = ("slot",)
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # an array has none
+    slot: Slot
+
+
+class _Home:
+    """Where the slots of a ring come back to.
+
+    Arrays end in any thread, in the middle of anything. All that happens then is C code: a signal
+    handler can run in a Python function, and Python drops what is raised while an object ends, so
+    that a Ctrl-C in it would be lost. Hence two weak references, of which one brings the slot
+    home and the other forgets them both; the oldest free slot makes place for one too many.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self.free: deque[Slot | _Loan] = deque(maxlen=keep)
+        self._lent: dict[_Loan, _Loan] = {}
+
+    def watch(self, array: NDArray[Any], slot: Slot) -> None:
+        """Let `slot` come home when `array` ends."""
+        loan = _Loan(array, self.free.append)
+        loan.slot = slot
+        self._lent[_Loan(array, self._lent.pop)] = loan
+
+
 class Slot:
     """The memory of one batch of one field: `rows` (batch, ...) is written, then lent."""
 
-    __slots__ = ("__weakref__", "_home", "_keep", "rows")
+    __slots__ = ("__weakref__", "_home", "rows")
 
-    def __init__(self, rows: NDArray[Any], home: deque[Slot], keep: int) -> None:
+    def __init__(self, rows: NDArray[Any], home: _Home) -> None:
         self.rows = rows
         self._home = home
-        self._keep = keep
 
     def lend(self, count: int) -> torch.Tensor:
         """Return the first `count` rows as a tensor; the slot goes home when nobody holds them.
@@ -35,15 +63,12 @@ class Slot:
         tensor itself would fire as soon as only such aliases are left.
         """
         array = self.rows[:count]
-        weakref.finalize(array, self.go_home).atexit = False
+        self._home.watch(array, self)
         return torch.from_numpy(array)
 
     def go_home(self) -> None:
-        """Make the slot free; or let its memory go, where enough others are free."""
-        # Called in any thread, perhaps in the middle of a garbage collection: no lock, and
-        # deque.append is atomic.
-        if len(self._home) < self._keep:
-            self._home.append(self)
+        """Make the slot free; where enough others are, the oldest lets its memory go."""
+        self._home.free.append(self)
 
 
 class Ring:
@@ -66,7 +91,7 @@ class Ring:
         self._dtype = dtype
         self.keep = keep
         self._pinned = pinned
-        self._free: deque[Slot] = deque()
+        self._home = _Home(keep)
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
 
     def __len__(self) -> int:
@@ -81,11 +106,12 @@ class Ring:
     def take(self) -> Slot:
         """Return a slot that nobody holds, a new one if need be."""
         try:
-            return self._free.pop()
+            back = self._home.free.pop()
         except IndexError:
-            slot = Slot(self._allocate(), self._free, self.keep)
+            slot = Slot(self._allocate(), self._home)
             self._slots.add(slot)
             return slot
+        return back if isinstance(back, Slot) else back.slot
 
     def _allocate(self) -> NDArray[Any]:
         if not self._pinned:
