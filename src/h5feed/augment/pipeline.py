@@ -1,12 +1,13 @@
 """A list of ops as one machine: draws the parameters of a batch, and applies them anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from h5feed.augment.compiled_device import CompiledBatch
 from h5feed.augment.crop_cpu import Image
 from h5feed.augment.floats import ROW_DTYPES
 from h5feed.augment.frame import Antialias, Shapes
@@ -44,6 +45,7 @@ class Pipeline:
         self._plan = Plan(self.ops, antialias)
         self._sizes: list[tuple[int, int] | None] = []
         self._num_classes: int | None = None
+        self._run_batch: Callable[..., torch.Tensor] = run_batch
         if self._plan.mix is not None and views > 1:
             raise UsageError(f"{self._plan.mix[1]!r} mixes labels, which views={views} have not")
 
@@ -211,6 +213,11 @@ class Pipeline:
         classes = self._plan.mix[1].num_classes or self._num_classes
         return mix_labels(labels, float(params.mix[0]), classes)
 
+    def compile_device(self) -> CompiledBatch:
+        """Have `run_device` use kernels that torch.compile makes at its first call; return them."""
+        self._run_batch = made = CompiledBatch()
+        return made
+
     def run_device(self, params: Params, batch: torch.Tensor, *, view: int = 0) -> torch.Tensor:
         """Return a batch (B, C, H, W), channels_last, made on the device that holds `batch`.
 
@@ -225,4 +232,4 @@ class Pipeline:
         if batch.device.type == "cuda":
             packed = packed.pin_memory()
         sizes = [size for size in self._sizes if size is not None]
-        return run_batch(self._plan, packed.to(batch.device, non_blocking=True), batch, sizes)
+        return self._run_batch(self._plan, packed.to(batch.device, non_blocking=True), batch, sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,18 +31,28 @@ class Ahead:
         pixels: where the items lie.
         schedule: which items make a batch.
         lookahead: bytes to announce ahead of the batch being planned; 0 announces nothing.
+        fields: the fields that are read at all.
 
     """
 
-    def __init__(self, pixels: Pixels, schedule: Schedule, *, lookahead: int) -> None:
+    def __init__(
+        self,
+        pixels: Pixels,
+        schedule: Schedule,
+        *,
+        lookahead: int,
+        fields: Sequence[str] = ("images",),
+    ) -> None:
         self.steps = schedule.steps
         self._pixels = pixels
         self._schedule = schedule
+        self._fields = fields
         self._lock = threading.Lock()
         self._decided: dict[int, Samples] = {}
         self._next_decided = 0
         self._next_announced = 0
-        self._depth = self._steps_in(lookahead) if lookahead and len(self.steps) else 0
+        reads = lookahead > 0 and len(fields) > 0 and len(self.steps) > 0
+        self._depth = self._steps_in(lookahead) if reads else 0
         self._awake = 0
 
     def samples(self, step: int) -> Samples:
@@ -70,10 +81,11 @@ class Ahead:
                 self._awake = _STAY_AWAKE
 
     def _in_memory(self, indices: Indices) -> bool:
-        return self._pixels.in_memory(indices[:: max(1, len(indices) // _LOOKED_UP)])
+        some = indices[:: max(1, len(indices) // _LOOKED_UP)]
+        return self._pixels.in_memory(some, self._fields[0])
 
     def _announce(self, indices: Indices) -> int:
-        return self._pixels.announce(indices) if self._awake > 0 else 0
+        return self._pixels.announce(indices, self._fields) if self._awake > 0 else 0
 
     def _steps_in(self, lookahead: int) -> int:
         """Return how many steps make `lookahead` bytes, going by the first one, or enough items."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from h5feed.errors import UsageError
+from h5feed.feed.pagelock import PageLocked
 from h5feed.feed.slots import Slot
 
 __all__ = ["Copies", "CudaLane", "HostLane", "Lane", "open_lane"]
@@ -62,6 +63,17 @@ class Lane(Protocol):
         """Free the slots that have been read by now."""
         ...
 
+    def reserve(self, size: int, *, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return uint8 (size,) to write to, and the same memory as the device reads it.
+
+        On the device, or page-locked on the host. Raises UsageError where there is no room.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """Return the bytes of the device's memory that nobody uses."""
+        ...
+
 
 class HostLane:
     """Batches stay where they were written: the slot itself is lent to the consumer."""
@@ -87,6 +99,15 @@ class HostLane:
 
     def reclaim(self) -> None:
         """Do nothing."""
+
+    def reserve(self, size: int, *, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return plain memory twice."""
+        memory = torch.empty(size, dtype=torch.uint8)
+        return memory, memory
+
+    def free_bytes(self) -> int:
+        """Return 0: the host's memory is not a device's."""
+        return 0
 
 
 class Copies:
@@ -115,16 +136,19 @@ class CudaLane:
     uses what the lane's stream allocated. A slot comes back by its copy's event.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        index = cuda.current_device() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
         self.pinned = True
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._cuda = cuda
+        """torch.cuda, or what stands in for it in a test."""
+        self._stream = cuda.Stream(self.device)
         self._copies = Copies()
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return the context of the lane's own stream."""
-        return torch.cuda.stream(self._stream)
+        context: AbstractContextManager[Any] = self._cuda.stream(self._stream)
+        return context
 
     def send(self, slot: Slot, count: int) -> torch.Tensor:
         """Start the copy of the rows and return their place on the device."""
@@ -132,14 +156,14 @@ class CudaLane:
 
     def close(self, slots: Sequence[Slot]) -> Ticket:
         """Record the event at which copies and kernels of the batch are done."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self._cuda.Event()
         event.record(self._stream)
         self._copies.add(event, slots)
         return event
 
     def receive(self, ticket: Ticket, tensors: Sequence[torch.Tensor]) -> None:
         """Order the consumer's stream behind the batch; the host waits for nothing."""
-        consumer = torch.cuda.current_stream(self.device)
+        consumer = self._cuda.current_stream(self.device)
         consumer.wait_event(ticket)
         for tensor in tensors:
             if tensor.is_cuda:  # what a target_transform made may have stayed
@@ -148,6 +172,25 @@ class CudaLane:
     def reclaim(self) -> None:
         """Free the slots whose copies are done."""
         self._copies.reclaim()
+
+    def reserve(self, size: int, *, pinned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory of the device, or memory of the host that it reads by itself."""
+        if pinned:
+            locked = PageLocked(size, self.device)
+            return torch.from_numpy(locked.bytes), locked.on_device()
+        try:
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError as ex:
+            raise UsageError(
+                f'residency="device": the pictures take {size / 1e9:.1f} GB, and {self.device} has '
+                f'{self.free_bytes() / 1e9:.1f} GB free; use residency="pinned" or "stream"'
+            ) from ex
+        return memory, memory
+
+    def free_bytes(self) -> int:
+        """Return what the driver has free and what torch keeps unused."""
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + unused
 
 
 def open_lane(device: str | torch.device) -> Lane:

@@ -18,6 +18,8 @@ from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import open_lane
 from h5feed.feed.pool import Pool
 from h5feed.feed.recipe import OnError, Recipe
+from h5feed.feed.residency import Residency, choose_residency
+from h5feed.feed.resident import reside
 from h5feed.feed.run import Counts, Run
 from h5feed.feed.schedule import Schedule
 from h5feed.feed.setup import (
@@ -26,6 +28,7 @@ from h5feed.feed.setup import (
     check_choices,
     choose_pipeline,
     choose_threads,
+    compile_ops,
     leave_cores_to_loader,
 )
 from h5feed.feed.steps import Tail
@@ -50,6 +53,9 @@ class H5Loader(PackedLoader):
     Every pass is the next epoch, unless `set_epoch` or `load_state_dict` said otherwise; one that
     was broken off counts as a pass.
 
+    JPEG is decoded by the loader's threads, wherever batches go; h5feed.interop.dali.DaliLoader,
+    which takes the same arguments, decodes it on a GPU.
+
     For images of more than 65,536 pixels it sets cv2.setNumThreads(1), in all of the process: cv2
     would else split each one among threads of its own, which compete with the loader's.
 
@@ -64,6 +70,15 @@ class H5Loader(PackedLoader):
         device: where batches are delivered.
         augment_on: "cpu" (loader threads), "device" (whole batches, there), or "auto": on a CUDA
             device wherever pictures have one size.
+        residency: where pictures lie. "stream": in the file; threads read each batch. "device": in
+            the device's memory; "pinned": in page-locked memory of the host, over the bus. There
+            the device gathers and augments by itself, and the CPU only draws numbers; all
+            pictures are copied there when the loader is made, once for all loaders of a process.
+            "auto": "device" if a quarter of its free memory will do, else "pinned" if half of
+            the host's will, else "stream". Samples, crops and states are the same in all.
+        compile: run the ops on the device as kernels made by torch.compile, at the first batch;
+            that takes from seconds to a minute. What cannot be compiled runs as it is, with one
+            warning.
         threads: loader threads, or "auto": the cores this process may use, less one for the
             trainer where the device is not the CPU, and at most 16.
         prefetch: batches in the making at once.
@@ -98,6 +113,8 @@ class H5Loader(PackedLoader):
         antialias: bool | str = "auto",
         device: str | torch.device = "cpu",
         augment_on: AugmentOn = "auto",
+        residency: Residency = "stream",
+        compile: bool = False,
         threads: int | str = "auto",
         prefetch: int = 2,
         drop_last: bool = False,
@@ -132,9 +149,21 @@ class H5Loader(PackedLoader):
         self.prefetch = prefetch
         self._lookahead = lookahead
         lane = open_lane(device)
-        pipeline, on_device, self._reason = choose_pipeline(
-            ds.pixels, augment, views=views, antialias=antialias, on=augment_on, lane=lane
+        self.residency, why = choose_residency(residency, ds.pixels, lane, augment_on=augment_on)
+        resides = self.residency != "stream"
+        pipeline, on_device, reason = choose_pipeline(
+            ds.pixels,
+            augment,
+            views=views,
+            antialias=antialias,
+            on="device" if resides else augment_on,
+            lane=lane,
         )
+        self._reasons = {
+            "residency_reason": why,
+            "augment_on_reason": "the pictures are there" if resides else reason,
+        }
+        self._compiled = compile_ops(pipeline, on_device=on_device) if compile else None
         self._recipe = Recipe(
             ds.pixels,
             pipeline,
@@ -145,8 +174,12 @@ class H5Loader(PackedLoader):
             on_error=on_error,
             target_transform=ds.target_transform,
             with_index=with_index,
+            resident=(
+                reside(ds.pixels, lane, pinned=self.residency == "pinned") if resides else None
+            ),
         )
-        self.threads = choose_threads(threads, lane.device)
+        idle = threads == "auto" and not self._recipe.fields  # the device does it all
+        self.threads = 1 if idle else choose_threads(threads, lane.device)
         leave_cores_to_loader(None if on_device else pipeline, self.threads)
         self._pool = Pool(self.threads)
         self._counts = Counts()
@@ -156,7 +189,8 @@ class H5Loader(PackedLoader):
         """Begin a pass; it makes batches ahead as soon as it exists."""
         cursor, order, steps = self._begin()
         schedule = Schedule(order, steps, self._recipe.drawing, seed=self.seed, epoch=cursor.epoch)
-        ahead = Ahead(self.dataset.pixels, schedule, lookahead=self._lookahead)
+        fields = [field.name for field in self._recipe.fields]
+        ahead = Ahead(self.dataset.pixels, schedule, lookahead=self._lookahead, fields=fields)
         epoch = Epoch(recipe=self._recipe, ahead=ahead, pool=self._pool)
         run = Run(epoch, cursor, self._counts, prefetch=self.prefetch)
         self._runs.add(run)
@@ -177,15 +211,19 @@ class H5Loader(PackedLoader):
         batches, images, repeated (only to even out the ranks' last step), skipped (a substitute
         stood in), wait_s (seconds the consumer waited), announced_bytes (to the kernel, ahead of
         their use), held_many (the caller held so many batches that it was warned), slots,
-        slot_bytes, threads, prefetch, augment_on and the reason for it.
+        slot_bytes, threads, prefetch, residency and augment_on with the reason for each,
+        resident_bytes (of pictures held for the device), compiled (whether the ops are).
         """
-        rings = self._recipe.rings
+        rings, resident = self._recipe.rings, self._recipe.resident
         return {
             **asdict(self._counts),
             "slots": sum(map(len, rings)),
             "slot_bytes": sum(ring.nbytes for ring in rings),
             "threads": self.threads,
             "prefetch": self.prefetch,
+            "residency": self.residency,
+            "resident_bytes": 0 if resident is None else resident.nbytes,
             "augment_on": "device" if self._recipe.on_device else "cpu",
-            "augment_on_reason": self._reason,
+            "compiled": self._compiled is not None and self._compiled.error is None,
+            **self._reasons,
         }

@@ -14,6 +14,7 @@ from h5feed.augment import Params, Pipeline
 from h5feed.feed.collate import transform_targets
 from h5feed.feed.device import Lane
 from h5feed.feed.fields import Augmented, Decoded, DecodedAndAugmented, Field, WholeItems
+from h5feed.feed.resident import Resident
 from h5feed.feed.schedule import Drawing
 from h5feed.feed.slots import Ring, Slot
 from h5feed.feed.source import Pixels
@@ -38,6 +39,7 @@ class Recipe:
         on_error: what a damaged item does.
         target_transform: applied to each label or mask.
         with_index: deliver the samples' indices as well.
+        resident: the images, where the device gathers them by itself; None where threads do.
 
     """
 
@@ -53,6 +55,7 @@ class Recipe:
         on_error: OnError,
         target_transform: Callable[[Any], Any] | None,
         with_index: bool,
+        resident: Resident | None = None,
     ) -> None:
         self.pixels = pixels
         self.pipeline = pipeline
@@ -61,13 +64,16 @@ class Recipe:
         self.on_error: OnError = on_error
         self._target_transform = target_transform
         self._with_index = with_index
+        self.resident = resident
         self._batch_size = batch_size
         self._keep = keep
         as_stored = pipeline is None or on_device
         self._dtype = torch.uint8 if pipeline is None or as_stored else pipeline.out_dtype
         self.drawing = None if pipeline is None else Drawing(pixels, pipeline)
         """What draws the parameters of a batch; None where nothing happens to it."""
-        self.fields: tuple[Field, ...] = tuple(self._field(s) for s in pixels.specs.values())
+        specs = [s for s in pixels.specs.values() if resident is None or s.name != "images"]
+        self.fields: tuple[Field, ...] = tuple(self._field(spec) for spec in specs)
+        """What the loader's threads fill."""
 
     @property
     def rings(self) -> list[Ring]:
@@ -86,31 +92,34 @@ class Recipe:
         if params is not None and self.pipeline is not None and not self.on_device:
             self.pipeline.mix_rows(params, slots[0][0].rows[: len(indices)])
         with self.lane.stream():
-            parts = [
-                self._views(field, row, len(indices), params)
+            sent = {
+                field.name: [self.lane.send(slot, len(indices)) for slot in row]
                 for field, row in zip(self.fields, slots, strict=True)
-            ]
-            images, *others = parts
-            batch: tuple[Any, ...] = (images, self._target(indices, others, params))
+            }
+            where: Any = None
+            if self.resident is not None or self._with_index:
+                where = self._small(torch.from_numpy(indices))
+            if self.resident is not None:
+                sent["images"] = [self.resident.gather(where)]
+            images = self._images(sent.pop("images"), params)
+            masks = {name: _one_or_all([m[..., 0] for m in rows]) for name, rows in sent.items()}
+            batch: tuple[Any, ...] = (images, self._target(indices, masks, params))
             if self._with_index:
-                batch += (self._small(torch.from_numpy(indices)),)
+                batch += (where,)
             ticket = self.lane.close([slot for row in slots for slot in row])
         return batch, ticket
 
-    def _views(self, field: Field, slots: Sequence[Slot], count: int, params: Params | None) -> Any:
-        """Return the field's tensor, or a tuple of one per view."""
-        rows = [self.lane.send(slot, count) for slot in slots]
-        if self.pixels.specs[field.name].channels == 1:
-            views = [view[..., 0] for view in rows]
-        elif self.on_device and self.pipeline is not None and params is not None:
+    def _images(self, rows: Sequence[Tensor], params: Params | None) -> Any:
+        """Return the images' tensor, or a tuple of one per view."""
+        if self.on_device and self.pipeline is not None and params is not None:
             numbers = range(self.pipeline.views)
             views = [self.pipeline.run_device(params, rows[0], view=view) for view in numbers]
         else:
             views = [view.permute(0, 3, 1, 2).view(self._dtype) for view in rows]
-        return views[0] if len(views) == 1 else tuple(views)
+        return _one_or_all(views)
 
-    def _target(self, indices: Indices, fields: list[Any], params: Params | None) -> Any:
-        if not fields:
+    def _target(self, indices: Indices, masks: dict[str, Any], params: Params | None) -> Any:
+        if not masks:
             labels = transform_targets(
                 torch.from_numpy(np.take(self.pixels.labels, indices, axis=0)),
                 self._target_transform,
@@ -118,10 +127,9 @@ class Recipe:
             if params is not None and self.pipeline is not None:
                 labels = self.pipeline.mix_labels(params, labels)
             return self._small(labels)
-        if len(fields) == 1:
-            return transform_targets(fields[0], self._target_transform)
-        names = [field.name for field in self.fields[1:]]
-        return dict(zip(names, fields, strict=True))
+        if len(masks) > 1:
+            return masks
+        return transform_targets(next(iter(masks.values())), self._target_transform)
 
     def _small(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and tensor.device != self.lane.device:
@@ -152,3 +160,7 @@ class Recipe:
         if spec.channels == 1:
             return (height, width, 1), np.dtype(np.uint8)
         return (height, width, channels), self.pipeline.row_dtype
+
+
+def _one_or_all(views: list[Tensor]) -> Any:
+    return views[0] if len(views) == 1 else tuple(views)

@@ -122,7 +122,7 @@ class Run(Iterator[Any]):
 
     def _warn_of_held_batches(self) -> None:
         rings, counts = self._epoch.recipe.rings, self._counts
-        if not counts.held_many and max(map(len, rings)) > _MANY * rings[0].keep:
+        if not counts.held_many and any(len(ring) > _MANY * ring.keep for ring in rings):
             counts.held_many = True
             held = sum(ring.nbytes for ring in rings) / 1e6
             warnings.warn(

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from h5feed.augment import Op, Pipeline
+from h5feed.augment.compiled_device import CompiledBatch
 from h5feed.cores import available_cores
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
@@ -28,6 +29,7 @@ __all__ = [
     "choose_pipeline",
     "choose_ranks",
     "choose_threads",
+    "compile_ops",
     "leave_cores_to_loader",
 ]
 
@@ -129,6 +131,16 @@ def choose_pipeline(
         num_classes=len(pixels.classes) if pixels.labels.ndim == 1 else None,
     )
     return pipeline, on_device, reason
+
+
+def compile_ops(pipeline: Pipeline | None, *, on_device: bool) -> CompiledBatch | None:
+    """Have the pipeline's ops compiled, where there are any; UsageError where the CPU runs them."""
+    if not on_device:
+        raise UsageError(
+            "compile=True is for ops that run on the device, and these run in the loader's "
+            'threads: give augment_on="device", or leave compile out'
+        )
+    return None if pipeline is None else pipeline.compile_device()
 
 
 def leave_cores_to_loader(pipeline: Pipeline | None, threads: int) -> None:

@@ -87,7 +87,11 @@ class Pixels:
         """Return a fixed field of a single file as one view, shape (N, H, W, C) or NV12."""
         if len(self.paths) > 1 or not self.specs[field].is_fixed:
             raise UsageError(f"field {field!r} of {self.name} is not one array of one size")
-        return self._mappings[0].whole(self._indexes[0].extents[field])
+        return self.wholes(field)[0]
+
+    def wholes(self, field: str) -> list[npt.NDArray[np.uint8]]:
+        """Return a fixed field as one view for each file, shape (N, H, W, C) or NV12."""
+        return [mapping.whole(index.extents[field]) for mapping, index in self._files()]
 
     def key(self, index: int) -> str:
         """Source path of an item, relative to the packed folder."""
@@ -133,12 +137,12 @@ class Pixels:
                 total += length
         return total
 
-    def in_memory(self, indices: npt.ArrayLike) -> bool:
-        """Whether all these items' images can be read without waiting for the disk (1 µs each).
+    def in_memory(self, indices: npt.ArrayLike, field: str = "images") -> bool:
+        """Whether all these items of a field can be read without waiting for the disk (1 µs each).
 
         Looks at the middle of each: its ends may have come with its neighbors.
         """
-        number, start, length = self._ranges("images", np.asarray(indices, np.int64))
+        number, start, length = self._ranges(field, np.asarray(indices, np.int64))
         middles = zip(number.tolist(), (start + length // 2).tolist(), strict=True)
         return all(self._mappings[file].in_memory(address) for file, address in middles)
 

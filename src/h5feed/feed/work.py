@@ -78,7 +78,8 @@ class Work:
         self.indices, self._params, self.announced = self._epoch.ahead.samples(self.step)
         self._slots = self._epoch.recipe.take_slots()
         count = len(self.indices)
-        size = -(-count // (_CHUNKS * self._epoch.pool.threads))
+        parts = _CHUNKS * self._epoch.pool.threads if self._slots else 1
+        size = -(-count // parts)
         return [partial(self._chunk, a, min(a + size, count)) for a in range(0, count, size)]
 
     def _chunk(self, begin: int, end: int) -> None:

@@ -1,0 +1,68 @@
+"""Host memory that a CUDA device reads by itself: page-locked, under one address for both."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from h5feed.errors import UsageError
+
+__all__ = ["PageLocked"]
+
+_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+class PageLocked:
+    """`size` bytes of page-locked memory, seen by the CPU and, under the same address, by a device.
+
+    Registered rather than allocated by torch, whose pinned blocks have sizes that are powers of
+    two: of a 130 GB set half the memory would be lost.
+
+    Raises UsageError where the system does not lock so much.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        """uint8 (size,)."""
+        self._device = device
+        address = self.bytes.ctypes.data
+        with torch.cuda.device(device):
+            status = int(_cuda().cudaHostRegister(address, size, _FLAGS))
+        if status != 0:
+            raise UsageError(
+                f'residency="pinned": {size / 1e9:.1f} GB of memory could not be page-locked (CUDA '
+                f'error {status}); use residency="stream"'
+            )
+        release = weakref.finalize(self, _unregister, self.bytes, device)
+        release.atexit = False  # the process's end frees it
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What torch.as_tensor reads. With unified addressing the device's address is the host's.
+
+        https://docs.nvidia.com/cuda/cuda-c-programming-guide: "Unified Virtual Address Space".
+        """
+        return {
+            "shape": self.bytes.shape,
+            "typestr": "|u1",
+            "data": (self.bytes.ctypes.data, False),
+            "version": 3,
+        }
+
+    def on_device(self) -> torch.Tensor:
+        """Return the bytes as a CUDA tensor, which kernels read over the bus; it keeps them."""
+        with torch.cuda.device(self._device):
+            return torch.as_tensor(self, device=self._device)
+
+
+def _unregister(memory: Any, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a kernel may still be reading
+    _cuda().cudaHostUnregister(memory.ctypes.data)
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

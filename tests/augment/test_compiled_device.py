@@ -1,0 +1,150 @@
+"""The device's pass compiled: the same pictures, one compilation, and what happens without it."""
+
+import shutil
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from augment.draws import FakeDraws
+from augment.judge import assert_close, images, on_device, run
+from h5feed import H5Dataset, H5Loader, UsageError, augment
+from h5feed.augment import (
+    ColorJitter,
+    GaussianBlur,
+    Normalize,
+    RandomAffine,
+    RandomErasing,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    ToFloat,
+    pipeline,
+)
+from h5feed.augment.compiled_device import CompiledBatch
+from h5feed.codec import rgb_to_nv12
+from loaders import assert_same, by_index, write_kind
+
+CROP = (RandomResizedCrop(24), RandomHorizontalFlip())
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+
+
+@needs_compiler
+@pytest.mark.parametrize("nv12", [False, True])
+def test_compiled_it_makes_what_the_cpu_kernels_make(nv12):
+    pictures = images(12, 40, 40)
+    if nv12:
+        pictures = np.stack([rgb_to_nv12(picture) for picture in pictures])
+    ops = [*CROP, ToFloat(), Normalize([0.4, 0.5, 0.6], [1, 1, 1])]
+    made, params, out = run(ops, pictures, FakeDraws(range(12)), nv12=nv12, antialias=True)
+    kernels = made.compile_device()
+    floats = on_device(made, params, pictures).numpy()
+    assert kernels.error is None
+    assert_close(np.rint(255 * floats), np.rint(255 * out))
+
+
+@needs_compiler
+def test_a_long_pipeline_compiled():
+    pictures = images(12, 40, 40)
+    ops = [
+        *CROP,
+        RandomAffine(20, interpolation="bilinear"),
+        ColorJitter(0.4, 0.4, 0.4, 0.1),
+        GaussianBlur(3),
+        RandomErasing(1, value=3),
+    ]
+    made, params, out = run(ops, pictures, FakeDraws(range(12)))
+    kernels = made.compile_device()
+    off = np.abs(on_device(made, params, pictures).numpy().astype(float) - out)
+    assert kernels.error is None
+    # ops in a row, each within 1 level: a strong jitter may stretch that
+    assert off.mean() < 0.5
+    assert (off > 2).mean() < 1e-3
+
+
+def counting(graphs):
+    """A backend that notes each graph that it is given, and runs it as it is."""
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    return backend
+
+
+def test_batches_of_all_lengths_are_two_graphs_at_most_and_pipelines_are_not_counted_together():
+    pictures = images(9, 40, 40)
+    graphs = []
+    for _ in range(9):
+        made, _, _ = run(CROP, pictures, FakeDraws(range(9)))
+        made._run_batch = kernels = CompiledBatch(counting(graphs))
+        for count in (9, 9, 5, 3):
+            size = np.full((count, 2), 40)
+            params = made.draw(FakeDraws(range(count), seed=count), size, size)
+            made.run_device(params, torch.from_numpy(pictures[:count]))
+        assert kernels.error is None
+    assert len(graphs) <= 18
+
+
+def broken(_graph, _inputs):
+    raise RuntimeError("no compiler here\nand much more")
+
+
+@pytest.fixture
+def ds(tmp_path):
+    return H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=40))
+
+
+def load(ds, **options):
+    options = {"augment": CROP, "augment_on": "device", "with_index": True, **options}
+    with H5Loader(ds, 4, threads=3, prefetch=4, **options) as loader:
+        return by_index(loader), loader.stats()["compiled"]
+
+
+@pytest.mark.parametrize("residency", ["stream", "device"])
+def test_a_loader_compiles_its_ops(ds, monkeypatch, residency):
+    graphs = []
+    monkeypatch.setattr(pipeline, "CompiledBatch", partial(CompiledBatch, counting(graphs)))
+    found, compiled = load(ds, compile=True, residency=residency)
+    assert compiled
+    assert len(graphs) == 1
+    expected, compiled = load(ds)
+    assert not compiled
+    assert_same(found, expected)
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(ds, monkeypatch):
+    monkeypatch.setattr(pipeline, "CompiledBatch", partial(CompiledBatch, broken))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, compiled = load(ds, compile=True)
+    assert not compiled
+    said = [str(w.message) for w in caught if "torch.compile" in str(w.message)]
+    assert len(said) == 1
+    assert "no compiler here" in said[0]
+    assert said[0].endswith("they run uncompiled")
+    assert "\n" not in said[0]
+    assert_same(found, load(ds)[0])
+
+
+def test_only_ops_on_the_device_are_compiled(ds):
+    with pytest.raises(UsageError) as caught:
+        load(ds, compile=True, augment_on="cpu")
+    assert str(caught.value) == (
+        "compile=True is for ops that run on the device, and these run in the loader's threads: "
+        'give augment_on="device", or leave compile out'
+    )
+    assert not load(ds, compile=True, augment=())[1]
+
+
+def test_the_pipeline_offers_it():
+    made = augment.Pipeline(CROP)
+    assert isinstance(made.compile_device(), CompiledBatch)
