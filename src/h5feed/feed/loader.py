@@ -29,6 +29,7 @@ from h5feed.feed.setup import (
     choose_pipeline,
     choose_threads,
     compile_ops,
+    explain_decoding,
     leave_cores_to_loader,
 )
 from h5feed.feed.steps import Tail
@@ -162,6 +163,7 @@ class H5Loader(PackedLoader):
         self._reasons = {
             "residency_reason": why,
             "augment_on_reason": "the pictures are there" if resides else reason,
+            "decoding": explain_decoding(ds.pixels, lane),
         }
         self._compiled = compile_ops(pipeline, on_device=on_device) if compile else None
         self._recipe = Recipe(
@@ -212,7 +214,8 @@ class H5Loader(PackedLoader):
         stood in), wait_s (seconds the consumer waited), announced_bytes (to the kernel, ahead of
         their use), held_many (the caller held so many batches that it was warned), slots,
         slot_bytes, threads, prefetch, residency and augment_on with the reason for each,
-        resident_bytes (of pictures held for the device), compiled (whether the ops are).
+        resident_bytes (of pictures held for the device), compiled (whether the ops are),
+        decoding (who decodes, and why).
         """
         rings, resident = self._recipe.rings, self._recipe.resident
         return {

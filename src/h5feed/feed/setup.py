@@ -30,6 +30,7 @@ __all__ = [
     "choose_ranks",
     "choose_threads",
     "compile_ops",
+    "explain_decoding",
     "leave_cores_to_loader",
 ]
 
@@ -141,6 +142,21 @@ def compile_ops(pipeline: Pipeline | None, *, on_device: bool) -> CompiledBatch 
             'threads: give augment_on="device", or leave compile out'
         )
     return None if pipeline is None else pipeline.compile_device()
+
+
+def explain_decoding(pixels: Pixels, lane: Lane) -> str:
+    """Return who decodes the pictures, and why."""
+    spec = pixels.specs["images"]
+    if not spec.is_encoded:
+        return f"nobody: store={spec.encoding} is pixels"
+    if lane.device.type == "cpu":
+        return "loader threads: batches stay on the CPU"
+    # torchvision creates nvJPEG without NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION, and waits for
+    # the device in every batch (decode_jpegs_cuda.cpp, 0.27).
+    return (
+        "loader threads: torchvision's GPU decoder repeats colors where libjpeg interpolates them, "
+        "so that pictures would depend on the device; DaliLoader decodes them alike on a GPU"
+    )
 
 
 def leave_cores_to_loader(pipeline: Pipeline | None, threads: int) -> None:
