@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "adapters"))
 
 from _common import pictures
 from conversions import convert, prepare_source
-from h5feed_bench import machine, report, rounds
+from h5feed_bench import machine, report, rounds, words
 from h5feed_bench.measure import Expectation
 from h5feed_bench.remote import SubjectError
 from rivals import CEILING, RIVALS, Rival
@@ -199,7 +199,7 @@ def main() -> int:
             continue
         for workers in options.workers:
             result = measure(variant, workers, source, options)
-            print(report.as_text(report.from_dict(result)), "\n", flush=True)
+            print(words.as_text(report.from_dict(result)), "\n", flush=True)
             results.append(result)
     if options.convert_only:
         return 0

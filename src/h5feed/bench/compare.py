@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from h5feed.bench.report import Report
 from h5feed.bench.rounds import Outcome, run
 from h5feed.feed.source import Pixels
 
-__all__ = ["compare", "facts", "settings"]
+__all__ = ["compare", "facts", "report_of", "settings"]
 
 Tell = Callable[[str], None]
 
@@ -27,6 +27,7 @@ def facts(file: Path, options: CompareOptions) -> dict[str, Any]:
     if options.where == "cuda":
         versions["GPU"] = torch.cuda.get_device_name()
     named = asdict(options)
+    named["batch_size"] = options.batch
     named["images"] = options.images and options.images.name  # no path of this machine
     return {
         "machine": machine.machine(file),
@@ -51,14 +52,29 @@ def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Repor
     outcomes = run(taking_part, options.schedule, tell)
     if options.schedule.cold:
         outcomes += _disk_outcome(file, len(pixels))
-    known = facts(file, options)
+    title = (
+        f"{len(pixels):,} pictures ({pixels.specs['images'].encoding}), random crop to "
+        f"{options.crop}² and flip, batches of {options.batch}, {workers} workers, "
+        f"on {options.where}"
+    )
+    return report_of(title, outcomes, left_out, facts(file, options), len(pixels))
+
+
+def report_of(
+    title: str,
+    outcomes: Sequence[Outcome],
+    left_out: Sequence[str],
+    known: dict[str, Any],
+    pictures: int,
+    kind: Literal["loading", "training"] = "loading",
+) -> Report:
+    """Return the report of what `facts` and the outcomes say."""
     return Report(
-        title=f"{len(pixels):,} pictures ({pixels.specs['images'].encoding}), random crop to "
-        f"{options.crop}² and flip, batches of {options.batch_size}, {workers} workers, "
-        f"on {options.where}",
+        title=title,
+        kind=kind,
         outcomes=tuple(outcomes),
-        pictures=len(pixels),
-        batch_size=options.batch_size,
+        pictures=pictures,
+        batch_size=known["options"]["batch_size"],
         machine=machine.describe(known["machine"]),
         facts=known,
         left_out=tuple(left_out),
@@ -71,7 +87,7 @@ def settings(options: CompareOptions) -> list[tuple[CompareOptions, int]]:
     if not options.sweep:
         return [(options, options.workers or min(cores, 8))]
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= cores]
-    sizes = sorted({64, options.batch_size})
+    sizes = sorted({64, options.batch})
     return [(replace(options, batch_size=size), n) for size in sizes for n in counts]
 
 

@@ -81,11 +81,11 @@ _CEILINGS = "h5feed.bench.ceilings"
 
 def contestants() -> tuple[Contestant, ...]:
     """Return our subjects and the ceilings, today's way first."""
-    folder = "ImageFolder" if subjects.imagefolder_class() else "folder of files (Pillow)"
+    folder = "ImageFolder" if subjects.imagefolder_class() else "Pillow folder"
     return (
         Contestant(f"{folder} + DataLoader", FOLDER, False, _needs_folder),
         Contestant("h5py, the usual way", f"{_SUBJECTS}:UsualH5py", False, _needs_plain_pixels),
-        Contestant("H5Dataset + stock DataLoader", f"{_SUBJECTS}:SwappedIn"),
+        Contestant("H5Dataset + DataLoader", f"{_SUBJECTS}:SwappedIn"),
         Contestant("make_dataloader(H5Dataset)", f"{_SUBJECTS}:ReadyMade"),
         Contestant("H5Loader", f"{_SUBJECTS}:LoaderOnCpu"),
         Contestant(
@@ -103,7 +103,7 @@ def _expectation(pixels: Pixels, options: CompareOptions, ceiling: bool) -> Expe
         counts = tuple(sorted(np.unique(pixels.labels, return_counts=True)[1].tolist()))
     return Expectation(
         pictures=len(pixels),
-        batch_size=options.batch_size,
+        batch_size=options.batch,
         height=options.crop,
         width=options.crop,
         label_counts=counts,
@@ -151,7 +151,7 @@ def entries(
         "file": pixels.paths[0],
         "images": str(options.images) if options.images else None,
         "workers": workers,
-        "batch_size": options.batch_size,
+        "batch_size": options.batch,
         "crop": options.crop,
         "device": options.where,
     }

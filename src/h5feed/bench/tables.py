@@ -8,8 +8,15 @@ __all__ = ["markdown_table", "text_table"]
 def text_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
 ) -> list[str]:
-    """Return lines with aligned columns: those in `left` to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    """Return lines with aligned columns: those in `left` to the left, numbers to the right.
+
+    Heads of several words stand in two lines where any of them is wider than its column.
+    """
+    columns = list(zip(*rows, strict=True)) or [()] * len(heads)
+    needed = [max((len(cell) for cell in column), default=0) for column in columns]
+    split = any(len(head) > width for head, width in zip(heads, needed, strict=True))
+    broken = [_in_two(head) if split else ("", head) for head in heads]
+    widths = [max(width, *map(len, head)) for width, head in zip(needed, broken, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         return "  ".join(
@@ -17,7 +24,15 @@ def text_table(
             for k, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ).rstrip()
 
-    return [line(heads), "  ".join("─" * width for width in widths), *map(line, rows)]
+    above = [line(words) for words in zip(*broken, strict=True)]
+    return [*filter(None, above), "  ".join("─" * width for width in widths), *map(line, rows)]
+
+
+def _in_two(head: str) -> tuple[str, str]:
+    """Break a head at the blank that makes the wider of its two lines the shortest."""
+    words = head.split()
+    breaks = [(" ".join(words[:k]), " ".join(words[k:])) for k in range(len(words))]
+    return min(breaks, key=lambda two: max(map(len, two)))
 
 
 def markdown_table(

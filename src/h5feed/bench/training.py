@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from h5feed.bench import machine
-from h5feed.bench.compare import facts, settings
+from h5feed.bench.compare import facts, report_of, settings
 from h5feed.bench.contestants import Contestant, contestants, entries
 from h5feed.bench.options import CompareOptions
 from h5feed.bench.report import Report
@@ -112,7 +111,7 @@ def _break_even(file: Path, options: CompareOptions, outcomes: list[Outcome]) ->
     if options.images is None:
         return {}
     rates = {o.name: o.rate for o in outcomes if not o.ceiling and o.rate}
-    today = next((rate for name, rate in rates.items() if name.endswith("+ DataLoader")), None)
+    today = rates.get(next(one.name for one in contestants() if one.reads_folder))
     seconds = seconds_to_pack(file, options.images)
     if seconds is None or today is None:
         return {}
@@ -146,15 +145,9 @@ def train(
     schedule = replace(options.schedule, cold=0.0)
     outcomes = run(taking_part, schedule, tell)
     known = facts(file, options) | {"model": model} | _break_even(file, options, outcomes)
-    return Report(
-        kind="training",
-        title=f"Training {model} on {len(pixels):,} pictures "
+    title = (
+        f"Training {model} on {len(pixels):,} pictures "
         f"({pixels.specs['images'].encoding}), crop {options.crop}², batches of "
-        f"{options.batch_size}, {workers} workers, on {options.where}",
-        outcomes=tuple(outcomes),
-        pictures=len(pixels),
-        batch_size=options.batch_size,
-        machine=machine.describe(known["machine"]),
-        facts=known,
-        left_out=tuple(left_out),
+        f"{options.batch}, {workers} workers, on {options.where}"
     )
+    return report_of(title, outcomes, left_out, known, len(pixels), kind="training")

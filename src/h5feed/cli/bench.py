@@ -13,8 +13,9 @@ from h5feed.bench.compare import compare
 from h5feed.bench.options import CompareOptions
 from h5feed.bench.plot import save_plot
 from h5feed.bench.remote import SubjectError
-from h5feed.bench.report import Report, as_dict, as_markdown, as_text
+from h5feed.bench.report import Report, as_dict
 from h5feed.bench.training import TrainOptions, train
+from h5feed.bench.words import as_markdown, as_text
 from h5feed.cli._common import run_command
 from h5feed.cli._teller import Teller
 from h5feed.errors import H5FeedError
