@@ -59,7 +59,8 @@ def main(given: Sequence[str] | None = None) -> int:
             }
             runs.append(scores)
             print(f"seed {seed}: files {scores['files']:.4f}, packed {scores['packed']:.4f}")
-    report(runs, options)
+            if len(runs) > 1:
+                report(runs, options)  # after each, so that breaking off loses one seed
     return 0
 
 
@@ -106,7 +107,7 @@ def accuracy(
         epochs=options.epochs,
         batch_size=64 if small else 512,
         seed=seed,
-        model=ModelConfig(model="resnet9-small" if small else "resnet9"),
+        model=ModelConfig(model=model(options)),
         loss=LossConfig(label_smoothing=0.1),
         data=DataConfig(loader=loader, size=32, crop="random-crop"),
         optim=OptimConfig(
@@ -116,6 +117,11 @@ def accuracy(
         debug=DebugConfig(plot=False, tensorboard=False),
     )
     return train(config).val["accuracy"]
+
+
+def model(options: argparse.Namespace) -> str:
+    """Return the network that is trained."""
+    return "resnet9-small" if options.quick else "resnet9"
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -133,7 +139,8 @@ def report(runs: list[dict[str, float]], options: argparse.Namespace) -> None:
     verdict = "no difference to be seen" if abs(mean) <= half else "a difference"
     print(
         f"files {files:.4f}, packed {packed:.4f}: packed − files = {100 * mean:+.2f} ± "
-        f"{100 * half:.2f} points (95 %, {len(runs)} seeds): {verdict}"
+        f"{100 * half:.2f} points (95 %, {len(runs)} seeds): {verdict}",
+        flush=True,
     )
     if options.json is not None:
         facts = machine.machine(options.cifar)
@@ -141,7 +148,11 @@ def report(runs: list[dict[str, float]], options: argparse.Namespace) -> None:
             "runs": runs,
             "difference": mean,
             "half_width_95": half,
+            "files_mean": files,
+            "packed_mean": packed,
+            "model": model(options),
             "pictures": options.pictures,
+            "scored": options.scored,
             "epochs": options.epochs,
             "machine": machine.describe(facts),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

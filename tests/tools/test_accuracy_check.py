@@ -44,6 +44,25 @@ def test_both_sides_are_trained_for_each_seed(tool, tmp_path, capsys, monkeypatc
     assert found["difference"] == pytest.approx(sum(differences) / 2)
 
 
+def test_broken_off_it_keeps_the_seeds_it_has(tool, tmp_path, monkeypatch):
+    scores = iter([0.5, 0.5, 0.6, 0.7])
+
+    def trained(*_):
+        score = next(scores, None)
+        if score is None:
+            raise KeyboardInterrupt
+        return score
+
+    monkeypatch.setattr(tool, "accuracy", trained)
+    monkeypatch.setattr(tool, "link_some", lambda source, folder, count: folder)
+    monkeypatch.setattr(tool, "pack", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        tool.main([str(tmp_path), "--quick", "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["runs"]) == 2
+    assert found["difference"] == pytest.approx(0.05)
+
+
 def test_one_seed_has_no_spread(tool, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tool.read_options([str(tmp_path), "--seeds", "1"])
