@@ -106,22 +106,51 @@ def test_device_and_cpu_agree(tmp_path, kind):
 OPS = {
     "resize": (augment.Resize((20, 24)),),
     "center": (augment.CenterCrop(20),),
-    "crop": (augment.RandomCrop(32, padding=4), augment.RandomHorizontalFlip()),
-    "resized crop": CROP,
+    "crop": (augment.RandomCrop(32, padding=4),),
+    "resized crop": (augment.RandomResizedCrop(16),),
+    "horizontal": (augment.RandomHorizontalFlip(),),
     "vertical": (augment.RandomVerticalFlip(),),
-    "erasing": (augment.RandomErasing(p=1.0),),
+    "affine": (augment.RandomAffine(30, (0.2, 0.2), (0.8, 1.2), 10, "bilinear"),),
+    "jitter": (augment.ColorJitter(0.4, 0.4, 0.4, 0.1),),
+    "gray": (augment.Grayscale(),),
+    "random gray": (augment.RandomGrayscale(0.5),),
+    "blur": (augment.GaussianBlur(5),),
+    "erasing": (augment.RandomErasing(0.7),),
+    "erasing of floats": (augment.ToFloat(), augment.RandomErasing(0.7, value="random")),
     "normalize": (*CROP, augment.ToFloat(), NORMALIZE),
+    "float16": (*CROP, augment.ToFloat(torch.float16, range=(-1, 1))),
     "bfloat16": (*CROP, augment.ToFloat(torch.bfloat16)),
 }
 
 
+def test_every_op_that_knows_no_batch_is_among_them():
+    tried = {type(op).__name__ for ops in OPS.values() for op in ops}
+    public = {name: getattr(augment, name) for name in augment.__all__}
+    ops = {
+        name
+        for name, op in public.items()
+        if isinstance(op, type) and issubclass(op, augment.Op) and op is not augment.Op
+    }
+    assert ops - tried == {"Mixup", "CutMix"}
+
+
+@pytest.mark.parametrize("on", ["cpu", "device"])
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
-def test_threads_batches_and_ranks_change_no_pixel(ds, ops):
-    expected = load(ds, augment=ops, threads=1, batch_size=12)
-    assert_same(load(ds, augment=ops, threads=8, batch_size=5), expected)
-    assert_same(load(ds, augment=ops, threads=2, batch_size=1, prefetch=5), expected)
-    ranks = [load(ds, 2, augment=ops, rank=rank, world_size=3) for rank in range(3)]
+def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on):
+    where = {"augment": ops, "augment_on": on, "views": 2}
+    expected = load(ds, threads=1, batch_size=12, **where)
+    assert_same(load(ds, threads=8, batch_size=5, **where), expected)
+    assert_same(load(ds, threads=2, batch_size=1, prefetch=5, **where), expected)
+    ranks = [load(ds, 2, rank=rank, world_size=3, **where) for rank in range(3)]
     assert_same({k: v for found in ranks for k, v in found.items()}, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_and_batches_change_no_pixel_of_any_store(tmp_path, kind):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
+    expected = load(ds, augment=CROP, threads=1, batch_size=12, views=2)
+    assert_same(load(ds, augment=CROP, threads=8, batch_size=5, views=2), expected)
+    assert_same(load(ds, augment=CROP, threads=2, batch_size=1, views=2), expected)
 
 
 @pytest.mark.parametrize("option", [{"seed": 1}, {"epoch": 1}])
