@@ -23,13 +23,17 @@ class Scratch:
 
     def __init__(self) -> None:
         self._flat: Image = np.empty(0, np.uint8)
+        self._last: Image = self._flat
+        self._shape: tuple[int, ...] = (0,)
 
     def __call__(self, *shape: int) -> Image:
         """Return uint8 memory of this shape and any content; the call before's is gone."""
-        size = math.prod(shape)
-        if self._flat.size < size:
-            self._flat = np.empty(size, np.uint8)
-        return self._flat[:size].reshape(shape)
+        if shape != self._shape:
+            size = math.prod(shape)
+            if self._flat.size < size:
+                self._flat = np.empty(size, np.uint8)
+            self._last, self._shape = self._flat[:size].reshape(shape), shape
+        return self._last
 
 
 def _antialiased(src: Image, height: int, width: int) -> Image:

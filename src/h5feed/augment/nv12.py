@@ -21,15 +21,19 @@ row to scalar code, 80 us for 190 columns where 192 take 10."""
 
 def nv12_box(picture: Image, y: int, x: int, h: int, w: int, scratch: Scratch) -> Image:
     """Return RGB (h, w, 3) of a box of an NV12 picture (H*3//2, W), a view of `scratch`."""
-    height, width = picture.shape[0] * 2 // 3, picture.shape[1]
-    top, bottom = y & -2, (y + h + 1) & -2
-    columns = min(-(-(w + x % 2) // _STRIDE) * _STRIDE, width)
-    left = min(x & -2, width - columns)
-    luma = picture[top:bottom, left : left + columns]
-    chroma = picture[height + top // 2 : height + bottom // 2, left : left + columns]
-    chroma = chroma.reshape(len(chroma), columns // 2, 2)
-    rgb = scratch(bottom - top, columns, 3)
-    cv2.cvtColorTwoPlane(luma, chroma, cv2.COLOR_YUV2RGB_NV12, rgb)
+    lines, width = picture.shape
+    height = lines * 2 // 3
+    top, bottom, left = y & -2, (y + h + 1) & -2, x & -2
+    right = left + ((x + w - left + _STRIDE - 1) & -_STRIDE)
+    if right > width:
+        left, right = max(width - right + left, 0), width
+    luma = picture[top:bottom, left:right]
+    chroma = picture[height + top // 2 : height + bottom // 2, left:right]
+    # one shape for all pictures of one size: the scratch memory then has its array at hand
+    rgb = scratch(height, width, 3)[: bottom - top, : right - left]
+    cv2.cvtColorTwoPlane(
+        luma, chroma.reshape((bottom - top) // 2, -1, 2), cv2.COLOR_YUV2RGB_NV12, rgb
+    )
     return rgb[y - top : y - top + h, x - left : x - left + w]
 
 
