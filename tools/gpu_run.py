@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from _marks import put_into
 from gpu import cifar, tables
 from gpu.data import prepare_cifar, prepare_photos
 from gpu.loading import measure_loaders, ways
@@ -148,7 +149,7 @@ def make_tables(options: argparse.Namespace) -> int:
     for path in tables.draw(options.out):
         print(f"drew {path}")
     if options.readme is not None:
-        tables.put_into(options.readme, text)
+        put_into(options.readme, "gpu_run", text)
     return 0
 
 

@@ -10,9 +10,7 @@ from h5feed.bench import ablate_report, report
 from h5feed.bench.plot import save_plot
 from h5feed.bench.tables import markdown_table
 
-__all__ = ["BEGIN", "END", "draw", "markdown", "put_into"]
-
-BEGIN, END = "<!-- gpu_run: begin -->", "<!-- gpu_run: end -->"
+__all__ = ["draw", "markdown"]
 
 
 def markdown(folder: Path) -> str:
@@ -36,16 +34,6 @@ def draw(folder: Path) -> list[Path]:
             continue
         drawn.append(picture)
     return drawn
-
-
-def put_into(page: Path, text: str) -> None:
-    """Replace what stands between the two marks of `page`."""
-    whole = page.read_text()
-    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
-        raise SystemExit(f"{page} lacks the lines {BEGIN} and {END}: add them where it belongs")
-    head, _, rest = whole.partition(BEGIN)
-    tail = rest.partition(END)[2]
-    page.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
 
 
 def _results(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:

@@ -48,6 +48,13 @@ def ffcv(
     return window
 
 
+def version(python: str, package: str) -> str:
+    """Return the version of a package that another interpreter has."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip()
+
+
 def evict(path: Path) -> None:
     """Make a file cold. No process may have it mapped."""
     fd = os.open(path, os.O_RDONLY)
