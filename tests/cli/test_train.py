@@ -196,3 +196,25 @@ def test_killed_at_any_moment_it_resumes_to_the_same_losses(paths, tmp_path):
     config = str(tmp_path / "cut" / "config.json")
     assert main(["--config", config, "--resume"]) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_dali_makes_the_same_batches(paths, tmp_path):
+    pytest.importorskip("nvidia.dali")
+    flags = ["--no-plot", "--loader", "dali"]
+    assert main(arguments(paths, tmp_path / "a", *flags)) == 0
+    assert main(arguments(paths, tmp_path / "b", "--no-plot", "--loader", "h5loader")) == 0
+    dali, own = losses(tmp_path / "a"), losses(tmp_path / "b")
+    for made, expected in zip(dali, own, strict=True):
+        assert made[:2] == expected[:2]
+        assert made[2] == pytest.approx(expected[2], abs=0.05)  # pictures agree within 2 of 255
+
+
+def test_without_dali_one_sentence_names_the_extra(paths, tmp_path):
+    code = "import sys; sys.modules['nvidia'] = None; from h5feed.cli.train import main; "
+    code += "sys.exit(main(sys.argv[1:]))"
+    given = arguments(paths, tmp_path, "--loader", "dali")
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith('nvidia is not installed, and this needs it: pip install "h5feed[dali]"')
+    assert "Traceback" not in done.stderr

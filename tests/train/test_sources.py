@@ -4,13 +4,10 @@ import pytest
 import torch
 
 from h5feed.errors import H5FormatError, UsageError
-from h5feed.feed.loader import H5Loader
 from h5feed.train import sources
 from h5feed.train.distributed import World
 from h5feed.train.loop import train
 from h5feed.train.sources import open_data
-from h5feed.train.stock import StockLoader
-from h5feed.train.synthetic import SyntheticLoader
 from train.files import (
     make_images,
     write_classes,
@@ -23,7 +20,7 @@ from train.helpers import make_config
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, device=CPU)
-LOADERS = ["h5loader", "dataloader", "imagefolder", "synthetic"]
+LOADERS = ["h5loader", "dali", "dataloader", "imagefolder", "synthetic"]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +41,8 @@ def config_for(paths, out, loader="h5loader", kind="classes", **options):
         options = {"size": 16, **options}
     elif loader == "dataloader":
         pytest.importorskip("torchvision")
+    elif loader == "dali":
+        pytest.importorskip("nvidia.dali")
     config = make_config(out, loader=loader, workers=0, **{"crop": "none", **options})
     return replace(config, train=path, val=path)
 
@@ -66,8 +65,8 @@ def test_every_loader_keeps_the_protocol(paths, tmp_path, loader):
     data = open_(paths, tmp_path, loader)
     assert (data.task, data.num_outputs, data.size) == ("classification", 4, 16)
     made = data.train_loader(16)
-    kinds = {"h5loader": H5Loader, "synthetic": SyntheticLoader}
-    assert type(made) is kinds.get(loader, StockLoader)
+    kinds = {"h5loader": "H5Loader", "dali": "DaliLoader", "synthetic": "SyntheticLoader"}
+    assert type(made).__name__ == kinds.get(loader, "StockLoader")
     made.set_epoch(0)
     batches = list(made)
     assert len(batches) == len(made) == 3
@@ -80,18 +79,24 @@ def test_every_loader_keeps_the_protocol(paths, tmp_path, loader):
 def test_the_switches_reach_h5loader(paths, tmp_path, monkeypatch, workers, threads):
     made = []
     monkeypatch.setattr(sources, "H5Loader", lambda *args, **options: made.append(options))
-    switches = {"workers": workers, "prefetch": 5, "augment_on": "device"}
+    switches = {
+        "workers": workers,
+        "prefetch": 5,
+        "augment_on": "device",
+        "residency": "device",
+    }
     config = replace(
         make_config(tmp_path, **switches), train=paths["classes"], val=paths["classes"]
     )
     open_data(config, ALONE).train_loader(16)
     assert len(made) == 2  # to train and to score
     for options in made:
-        given = (options["threads"], options["prefetch"], options["augment_on"])
-        assert given == (threads, 5, "device")
+        assert options["threads"] == threads
+        assert options["prefetch"] == 5
+        assert options["augment_on"] == options["residency"] == "device"
 
 
-@pytest.mark.parametrize("loader", ["h5loader", "dataloader", "imagefolder"])
+@pytest.mark.parametrize("loader", ["h5loader", "dali", "dataloader", "imagefolder"])
 def test_pictures_come_once_an_epoch_and_in_another_order_in_the_next(paths, tmp_path, loader):
     images, labels = make_images()
     every = sorted(zip(labels.tolist(), images.sum((1, 2, 3)).tolist(), strict=True))
@@ -115,7 +120,7 @@ def test_mean_and_deviation_are_the_pixels_own(paths, tmp_path, loader):
     assert data.std == pytest.approx(images.std((0, 1, 2)).tolist(), rel=1e-3)
 
 
-@pytest.mark.parametrize("loader", ["h5loader", "dataloader", "imagefolder"])
+@pytest.mark.parametrize("loader", ["h5loader", "dali", "dataloader", "imagefolder"])
 @pytest.mark.parametrize("crop", ["random-resized", "random-crop"])
 def test_random_crops_are_a_function_of_seed_epoch_and_picture(paths, tmp_path, loader, crop):
     def pictures(seed, epoch, skip=0):

@@ -152,10 +152,10 @@ def explain_decoding(pixels: Pixels, lane: Lane) -> str:
     if lane.device.type == "cpu":
         return "loader threads: batches stay on the CPU"
     # torchvision creates nvJPEG without NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION, and waits for
-    # the device in every batch (decode_jpegs_cuda.cpp, 0.27).
+    # the device in every batch (its decode_jpegs_cuda.cpp).
     return (
         "loader threads: torchvision's GPU decoder repeats colors where libjpeg interpolates them, "
-        "so that pictures would depend on the device; DaliLoader decodes them alike on a GPU"
+        "so that pictures would depend on the device; DaliLoader decodes on a GPU, interpolating"
     )
 
 

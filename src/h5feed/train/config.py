@@ -22,7 +22,7 @@ __all__ = [
     "TrainConfig",
 ]
 
-LoaderName = Literal["h5loader", "dataloader", "imagefolder", "synthetic"]
+LoaderName = Literal["h5loader", "dali", "dataloader", "imagefolder", "synthetic"]
 ScheduleName = Literal["constant", "onecycle", "cyclic", "cosine", "linear", "step"]
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
@@ -94,11 +94,12 @@ class DataConfig:
     """How pictures reach the model."""
 
     loader: LoaderName = "h5loader"
-    """h5loader; dataloader (stock, over H5Dataset); imagefolder (stock, over torchvision's
-    ImageFolder: TRAIN and --val are folders then); synthetic (one batch again and again: the
-    ceiling)."""
+    """h5loader; dali (the same batches, made by NVIDIA DALI); dataloader (stock, over H5Dataset);
+    imagefolder (stock, over torchvision's ImageFolder: TRAIN and --val are folders then);
+    synthetic (one batch again and again: the ceiling)."""
     workers: int = -1
-    """Threads of h5loader (at least one), worker processes of the stock loaders; -1 chooses."""
+    """Threads of h5loader and dali (at least one), worker processes of the stock loaders; -1
+    chooses."""
     pin_memory: bool = True
     """Stock loaders: batches in page-locked memory, so that copies to a GPU overlap (h5loader's
     always are)."""
@@ -108,6 +109,9 @@ class DataConfig:
     """Batches made ahead of the one in use (by each worker process)."""
     augment_on: Literal["auto", "cpu", "device"] = "auto"
     """Where h5loader crops and flips."""
+    residency: Literal["stream", "device", "pinned", "auto"] = "stream"
+    """Where h5loader keeps the pictures: in the file, all of them on the device, in page-locked
+    memory that the device reads, or by their size."""
     size: int = 0
     """Side in pixels of the square pictures that the model sees; 0 takes the file's, up to 224."""
     crop: CropName = "auto"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 from h5feed.errors import UsageError
 from h5feed.feed import H5Dataset
@@ -71,14 +72,12 @@ def _training(
     if data.loader == "dataloader":
         augmented = Augmented(ds, to_torchvision(ops), seed=config.seed, masks=dense)
         return StockLoader(augmented, len(ds), batch_size, data, world, seed=config.seed)
-    return H5Loader(
+    return _packed_loader(
+        config,
+        world,
         ds,
         batch_size,
         augment=ops,
-        device=world.device,
-        augment_on=data.augment_on,
-        threads=_threads(config),
-        prefetch=data.prefetch,
         drop_last=True,
         seed=config.seed,
         rank=world.rank,
@@ -98,20 +97,31 @@ def _scoring(
     if data.loader == "dataloader":
         augmented = Augmented(ds, to_torchvision(ops), seed=0, masks=dense)
         return ScoringLoader(augmented, len(ds), batch_size, data, world)
-    return H5Loader(
+    return _packed_loader(
+        config,
+        world,
         ds,
         batch_size,
         shuffle=False,
         augment=ops,
-        device=world.device,
-        augment_on=data.augment_on,
-        threads=_threads(config),
-        prefetch=data.prefetch,
         indices=range(world.rank, len(ds), world.size),
         rank=0,
         world_size=1,
     )
 
 
-def _threads(config: TrainConfig) -> int | str:
-    return "auto" if config.data.workers < 0 else max(1, config.data.workers)
+def _packed_loader(
+    config: TrainConfig, world: World, ds: H5Dataset, batch_size: int, **options: Any
+) -> Loader:
+    """Make h5feed's own loader, or DALI's, which takes the same. ImportError without DALI."""
+    data = config.data
+    options |= {
+        "device": world.device,
+        "threads": "auto" if data.workers < 0 else max(1, data.workers),
+        "prefetch": data.prefetch,
+    }
+    if data.loader == "dali":
+        from h5feed.interop.dali import DaliLoader
+
+        return DaliLoader(ds, batch_size, **options)
+    return H5Loader(ds, batch_size, augment_on=data.augment_on, residency=data.residency, **options)
