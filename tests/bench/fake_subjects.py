@@ -8,8 +8,23 @@ from pathlib import Path
 import numpy as np
 
 
+class Clock:
+    """Stands in for the module `time`: it goes on only when a subject says so.
+
+    On a busy machine a real batch takes as long as it likes, and no test could say what is right.
+    """
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    sleep = staticmethod(time.sleep)
+
+
 class Fake:
-    """Delivers fresh random pictures as fast as it can."""
+    """Delivers fresh random pictures; on a `clock`, each batch takes `seconds` of it."""
 
     dtype = "uint8"
     layout = "NHWC"
@@ -19,11 +34,13 @@ class Fake:
     def __init__(self, params):
         self.params = {"pictures": 640, "batch": 64, "size": 32} | dict(params)
         self.random = np.random.default_rng(0)
+        self.clock = self.params.get("clock", Clock())
         if params.get("fail") == "open":
             raise ValueError("cannot be opened")
 
     def batch(self):
         size = self.params["size"]
+        self.clock.now += self.params.get("seconds", 0.125)
         shape = (self.params["batch"], size, size, 3)
         return self.random.integers(0, 256, shape, dtype=np.uint8)
 
@@ -41,44 +58,57 @@ class Fake:
         pass
 
 
+class Clocked(Fake):
+    """Brings its own clock to the process that serves it."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        sys.modules["h5feed_bench.measure"].time = self.clock
+
+
 class Slow(Fake):
-    """Delivers a batch every `seconds` seconds."""
+    """Delivers a batch every `seconds` real seconds, or later, and keeps the times."""
 
     def __init__(self, params):
         super().__init__(params)
         self.times = []
 
     def batch(self):
-        until = time.perf_counter() + self.params["seconds"]
         pictures = super().batch()
-        time.sleep(max(until - time.perf_counter(), 0))
+        time.sleep(self.params["seconds"])
         self.times.append(time.perf_counter())
         return pictures
 
-    def rate(self):
-        """Pictures per second by its own clock: on a busy machine a sleep takes longer."""
-        return self.params["batch"] / float(np.mean(np.diff(self.times)))
+    def rate(self, pictures):
+        """Pictures per second of the last `pictures`, by its own times."""
+        batches = pictures // self.params["batch"]
+        return pictures / (self.times[-1] - self.times[-1 - batches])
 
 
-class Burning(Slow):
-    """Needs the processor for `seconds` seconds a batch."""
+class Burning(Fake):
+    """Needs the processor for `burn` seconds a batch, and keeps how much it has had."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.spent = []
 
     def batch(self):
-        until = time.process_time() + self.params["seconds"]
-        pictures = Fake.batch(self)
+        until = time.process_time() + self.params["burn"]
+        pictures = super().batch()
         while time.process_time() < until:
             pass
+        self.spent.append(time.process_time())
         return pictures
 
 
 class Repeating(Fake):
     """Makes one batch and hands it out again and again."""
 
-    def __init__(self, params):
-        super().__init__(params)
-        self.made = super().batch()
+    made = None
 
     def batch(self):
+        fresh = super().batch()
+        self.made = fresh if self.made is None else self.made
         return self.made
 
 
@@ -92,8 +122,8 @@ class HonestUntilTimed(Fake):
         return super().epoch()
 
     def batch(self):
-        if self.epochs <= 3:
-            self.made = super().batch()
+        fresh = super().batch()
+        self.made = fresh if self.epochs <= 3 else self.made
         return self.made
 
 
