@@ -133,6 +133,28 @@ def test_results_of_a_setting_replace_its_former_ones(tmp_path):
     assert merged[1]["outcomes"][0]["images_per_second"] == 7.0
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_was_measured_is_kept_when_the_rest_is_interrupted(tmp_path, monkeypatch, interrupted):
+    import run
+
+    def measure(variant, workers, source, options):
+        if interrupted and workers == 2:
+            raise KeyboardInterrupt
+        return result(variant, workers, RATES)
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run.report, "from_dict", lambda values: values)
+    monkeypatch.setattr(run.words, "as_text", lambda values: "a table")
+    (tmp_path / "images/cat").mkdir(parents=True)
+    json_file, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    arguments = ["--variants", "raw", "--workers", "1", "2", "--json", str(json_file)]
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), *arguments, "--plot", str(picture)])
+    assert run.main() == (130 if interrupted else 0)
+    kept = [(r["variant"], r["workers"]) for r in json.loads(json_file.read_text())]
+    assert kept == [("raw", 1), ("raw", 2)][: 1 if interrupted else 2]
+    assert picture.exists()
+
+
 def test_picture_shows_failures_too(tmp_path):
     from picture import save_peers_plot
 

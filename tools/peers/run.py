@@ -6,8 +6,9 @@
 IMAGES has a folder per class. With --times K every picture is copied K times first, so that an
 epoch of a small set lasts longer than it takes to start one. Each rival converts the pictures by
 its own means in its own environment (raw pixels at 256 px, JPEG at 256 px, original files), then
-all take turns, once per variant and worker count. A setting that is measured again replaces its
-former results in the JSON file, the others stay. A rival that is missing or fails is reported.
+all take turns, once per variant and worker count. Each setting is saved when it is done, in the
+place of its former results; the others stay, so that a run may be interrupted and go on with
+--variants and --workers. A rival that is missing or fails is reported.
 """
 
 from __future__ import annotations
@@ -187,28 +188,40 @@ def save(results: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     return merged
 
 
+def measure_all(source: Path, options: argparse.Namespace) -> None:
+    """Measure every setting; each is saved and printed when it is done."""
+    for variant in options.variants:
+        for workers in options.workers:
+            result = measure(variant, workers, source, options)
+            save([result], options.json)
+            print(words.as_text(report.from_dict(result)), "\n", flush=True)
+
+
+def convert_only(source: Path, options: argparse.Namespace) -> None:
+    """Convert for every rival and say who could not."""
+    for variant in options.variants:
+        for who in convert_all(variant, source, options)[1]:
+            tell(who)
+
+
 def main() -> int:
     """Convert, measure, save, draw."""
     options = read_options()
     source = prepare_source(options.images, options.times, options.work)
-    results = []
-    for variant in options.variants:
-        if options.convert_only:
-            for who in convert_all(variant, source, options)[1]:
-                tell(who)
-            continue
-        for workers in options.workers:
-            result = measure(variant, workers, source, options)
-            print(words.as_text(report.from_dict(result)), "\n", flush=True)
-            results.append(result)
     if options.convert_only:
+        convert_only(source, options)
         return 0
-    merged = save(results, options.json)
-    if options.plot is not None:
+    status = 0
+    try:
+        measure_all(source, options)
+    except KeyboardInterrupt:
+        tell(f"interrupted: the settings that were done are in {options.json}")
+        status = 130
+    if options.plot is not None and options.json.exists():
         from picture import save_peers_plot
 
-        save_peers_plot(merged, options.plot)
-    return 0
+        save_peers_plot(json.loads(options.json.read_text()), options.plot)
+    return status
 
 
 if __name__ == "__main__":
