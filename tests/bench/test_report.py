@@ -5,7 +5,13 @@ import pytest
 
 from h5feed.bench.report import Report, as_dict, from_dict, utilization
 from h5feed.bench.rounds import Cold, Outcome
-from h5feed.bench.words import as_markdown, as_text, headline
+from h5feed.bench.words import (
+    as_markdown,
+    as_text,
+    headline,
+    sweep_as_markdown,
+    sweep_as_text,
+)
 
 SLOW = Outcome(
     name="folder",
@@ -137,3 +143,32 @@ def test_utilization_is_compute_time_over_running_time():
     assert utilization(BARE, report) is None
     assert "10%" in rows(as_text(report))["folder"]
     assert "90%" in rows(as_text(report))["folder"]
+
+
+def test_a_sweep_ends_with_all_settings_in_one_table():
+    reports = [
+        replace(
+            REPORT,
+            batch_size=size,
+            outcomes=tuple(replace(o, params={"workers": 2}) for o in (SLOW, FAST)),
+        )
+        for size in (64, 256)
+    ]
+    assert sweep_as_text(reports).endswith(
+        """
+img/s, batch × workers  64×2w  256×2w
+──────────────────────  ─────  ──────
+folder                    100     100
+H5Loader                  800     800"""
+    )
+    assert "| img/s, batch × workers | 64×2w | 256×2w |" in sweep_as_markdown(reports)
+    assert sweep_as_text(reports).count("Measured on 2-core thing.") == 2
+
+
+def test_the_legend_speaks_of_what_is_there():
+    assert "cold: " in as_text(REPORT)
+    assert "In […]" in as_text(REPORT)
+    plain = as_text(replace(REPORT, outcomes=(replace(SLOW, cold=None), FAST)))
+    assert "cold: " not in plain
+    assert "In […]" not in plain
+    assert "AU: accelerator utilization" in as_text(replace(REPORT, kind="training"))

@@ -41,7 +41,7 @@ def _disk_outcome(file: Path, count: int) -> Iterable[Outcome]:
     rate = ceilings.disk_rate(file)
     if rate is not None:
         per_picture = file.stat().st_size / count
-        note = f"{rate / 1e6:,.0f} MB/s, file evicted, read in order"
+        note = f"{rate / 1e6:,.0f} MB/s, file evicted, 8 threads"
         yield Outcome(name="disk, cold", ceiling=True, rates=(rate / per_picture,), note=note)
 
 

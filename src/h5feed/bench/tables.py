@@ -10,12 +10,14 @@ def text_table(
 ) -> list[str]:
     """Return lines with aligned columns: those in `left` to the left, numbers to the right.
 
-    Heads of several words stand in two lines where any of them is wider than its column.
+    Heads of numbers stand in two lines where they are wider than their numbers.
     """
     columns = list(zip(*rows, strict=True)) or [()] * len(heads)
     needed = [max((len(cell) for cell in column), default=0) for column in columns]
-    split = any(len(head) > width for head, width in zip(heads, needed, strict=True))
-    broken = [_in_two(head) if split else ("", head) for head in heads]
+    broken = [
+        ("", head) if k in left or len(head) <= width else _in_two(head)
+        for k, (head, width) in enumerate(zip(heads, needed, strict=True))
+    ]
     widths = [max(width, *map(len, head)) for width, head in zip(needed, broken, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

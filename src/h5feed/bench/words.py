@@ -6,13 +6,13 @@ Nothing but the standard library: tools/peers prints with it, too.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .report import SMOKE_BATCHES, Report, utilization
 from .rounds import Outcome
 from .tables import markdown_table, text_table
 
-__all__ = ["as_markdown", "as_text", "headline"]
+__all__ = ["as_markdown", "as_text", "headline", "sweep_as_markdown", "sweep_as_text"]
 
 _WIDTH = 100  # columns of a terminal; wider lines are broken
 
@@ -120,16 +120,21 @@ def headline(report: Report) -> str:
     return text + "."
 
 
-_LEGEND = {
-    "loading": "±: half the range of the repeats. […] are ceilings: the bare work with no loader "
-    "around it. disk: bytes stored; cold: the first epoch after the cache was emptied.",
-    "training": "±: half the range of the repeats. […] is the ceiling: the model alone. AU: "
-    "accelerator utilization as MLPerf Storage defines it; input bound: 1 − AU.",
-}
+def _legend(report: Report) -> str:
+    """What the signs of this table mean, and of no other."""
+    said = "±: half the range of the repeats."
+    if report.kind == "training":
+        said += " AU: accelerator utilization as MLPerf Storage defines it; input bound: 1 − AU."
+    if any(o.cold for o in report.outcomes):
+        said += " cold: the first epoch after the cache was emptied; disk: bytes stored."
+    if any(o.ceiling for o in report.outcomes):
+        nobody = "the model alone" if report.kind == "training" else "the work without a loader"
+        said += f" In […]: {nobody}."
+    return said
 
 
 def _foot(report: Report) -> list[str]:
-    lines = [headline(report), _LEGEND[report.kind], f"Measured on {report.machine}."]
+    lines = [headline(report), _legend(report), f"Measured on {report.machine}."]
     if "pack_seconds" in report.facts:
         lines.append(f"Packing all of it takes about {report.facts['pack_seconds']:,.0f} s here.")
     return lines + [f"Not measured: {who}" for who in report.left_out]
@@ -143,9 +148,33 @@ def as_text(report: Report) -> str:
     return "\n".join([report.title, "", *text_table(heads, rows, {0}), "", *foot])
 
 
+def sweep_as_text(reports: Sequence[Report]) -> str:
+    """Return several reports and, below them, images/s of all settings in one table."""
+    heads, rows = _grid(reports)
+    return "\n\n".join([*map(as_text, reports), "\n".join(text_table(heads, rows, {0}))])
+
+
+def _grid(reports: Sequence[Report]) -> tuple[list[str], list[list[str]]]:
+    """A row per loader, a column per setting."""
+    settings = [
+        f"{r.batch_size:,}×{r.outcomes[0].params['workers']}w" if r.outcomes else ""
+        for r in reports
+    ]
+    names = list(dict.fromkeys(o.name for r in reports for o in r.outcomes))
+    rates = [{o.name: _number(o.rate) for o in r.outcomes} for r in reports]
+    rows = [[name, *(column.get(name, "–") for column in rates)] for name in names]
+    return ["img/s, batch × workers", *settings], rows
+
+
 def as_markdown(report: Report) -> str:
     """Return the report as a Markdown table with its title and its foot."""
     heads, rows = _cells(report)
     rows = [[*row, _remark(o)] for row, o in zip(rows, report.outcomes, strict=True)]
     lines = markdown_table([*heads, "remark"], rows, {0, len(heads)})
     return "\n".join([f"**{report.title}**", "", *lines, "", *("  \n".join(_foot(report)),)])
+
+
+def sweep_as_markdown(reports: Sequence[Report]) -> str:
+    """Return several reports and, below them, images/s of all settings in one table."""
+    heads, rows = _grid(reports)
+    return "\n\n".join([*map(as_markdown, reports), "\n".join(markdown_table(heads, rows, {0}))])

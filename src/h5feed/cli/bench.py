@@ -15,7 +15,7 @@ from h5feed.bench.plot import save_plot
 from h5feed.bench.remote import SubjectError
 from h5feed.bench.report import Report, as_dict
 from h5feed.bench.training import TrainOptions, train
-from h5feed.bench.words import as_markdown, as_text
+from h5feed.bench.words import as_markdown, as_text, sweep_as_markdown, sweep_as_text
 from h5feed.cli._common import run_command
 from h5feed.cli._teller import Teller
 from h5feed.errors import H5FeedError
@@ -80,8 +80,9 @@ def _printed(reports: Sequence[Report], command: _Command) -> str:
     if command.json:
         values = [as_dict(report) for report in reports]
         return json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False, indent=1)
-    form = as_markdown if command.markdown else as_text
-    return "\n\n".join(form(report) for report in reports)
+    if len(reports) == 1:
+        return (as_markdown if command.markdown else as_text)(reports[0])
+    return (sweep_as_markdown if command.markdown else sweep_as_text)(reports)
 
 
 def _numbered(path: Path, number: int, count: int) -> Path:
