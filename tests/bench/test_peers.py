@@ -76,6 +76,7 @@ def result(variant, workers, rates):
             "rates": [rate] if rate else [],
             "cpu_seconds_per_1000": 0.5,
             "private_bytes": 3e8,
+            "cold": {"rate": 123.0} if name == "FFCV" else None,
             "params": {"crop": 224},
         }
         for name, rate in rates.items()
@@ -109,6 +110,8 @@ def test_table_has_a_row_per_rival_fastest_first():
     assert names == ["*bare crop loop*", "h5feed", "FFCV", "LitData"]
     assert "**2,000**" in rows[3]
     assert "failed" in rows[5]
+    cold = rows[0].split("|").index(" cold ")
+    assert [row.split("|")[cold].strip() for row in rows[2:]] == ["–", "–", "123", "–"]
     assert len({row.count("|") for row in rows}) == 1
     assert "FFCV stores 0.72 of the pixels" in table([result("raw", 2, RATES)])
 

@@ -37,8 +37,10 @@ def _row(name: str, columns: list[dict[str, Any]], raw: dict[str, Any]) -> str:
     cells = [_cell(result, name) for result in columns]
     found = next((o for o in raw["outcomes"] if o["name"] == name), {})
     spent, memory = found.get("cpu_seconds_per_1000"), found.get("private_bytes")
+    cold = (found.get("cold") or {}).get("rate")
     made = raw["facts"]["conversions"].get(name)
     cells += [
+        f"{cold:,.0f}" if cold else "–",
         f"{spent:.2f}" if spent else "–",
         f"{memory / 1e6:,.0f}" if memory and made else "–",
         f"{made['bytes'] / raw['pictures'] / 1000:,.0f}" if made else "–",
@@ -68,7 +70,8 @@ def _foot(result: dict[str, Any]) -> str:
         f"{result['machine']}; {result['pictures']:,} pictures, RandomResizedCrop({crop}) + flip "
         f"to uint8 batches of {result['batch_size']}, warm cache, medians of "
         f"{result['facts']['schedule']['repeats']}; w: workers{_stored_less(result)}. The last "
-        f"four columns are of raw pixels. In italics: the ceiling, no loader at all. {versions}."
+        f"five columns are of raw pixels; cold: img/s with an emptied page cache. In italics: the "
+        f"ceiling, no loader at all. {versions}."
     )
 
 
@@ -77,7 +80,7 @@ def table(results: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(o["name"] for r in results for o in r["outcomes"]))
     raw = max((r for r in results if r["variant"] == "raw"), key=lambda r: r["workers"])
     heads = [f"{HEADS[r['variant']]}, {r['workers']}w" for r in results]
-    heads += ["CPU s/1000", "memory MB", "kB/img", "conversion s"]
+    heads += ["cold", "CPU s/1000", "memory MB", "kB/img", "conversion s"]
     fastest = max(results, key=lambda r: r["workers"])["outcomes"]
     order = {o["name"]: o["images_per_second"] or 0.0 for o in fastest}
     order |= {o["name"]: o["images_per_second"] or 0.0 for o in raw["outcomes"]}
