@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -245,14 +246,50 @@ SCRIPT = """
 """
 
 
+@contextmanager
 def start(ds, body):
+    """Run SCRIPT and `body` in a process that does not outlive the test."""
     code = textwrap.dedent(SCRIPT) + textwrap.dedent(body)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", code, ds.pixels.paths[0]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_no_python_runs_when_a_pass_or_a_batch_ends(ds):
+    """A Ctrl-C that comes in a Python function which runs because an object ends is lost."""
+    loader = H5Loader(ds, 4, augment=CROP, threads=2)
+    passed = iter(loader)
+    batch = next(passed)
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
+    del batch, passed
+    sys.setprofile(None)
+    assert [name for event, name in called if event == "call"] == []
+
+
+def test_a_pass_let_go_makes_no_more_batches(ds, monkeypatch):
+    fill, filled = Augmented.fill, []
+
+    def counted(self, indices, *args):
+        filled.append(len(indices))
+        time.sleep(0.02)
+        fill(self, indices, *args)
+
+    monkeypatch.setattr(Augmented, "fill", counted)
+    loader = H5Loader(ds, 4, augment=CROP, threads=1, prefetch=8)
+    passed = iter(loader)
+    next(passed)
+    del passed
+    loader.close()  # waits for what is queued
+    assert sum(filled) < 6 * 4
 
 
 @pytest.mark.parametrize(
@@ -265,17 +302,18 @@ def start(ds, body):
     ],
 )
 def test_the_interpreter_exits(ds, body):
-    process = start(ds, body)
-    _, errors = process.communicate(timeout=60)
+    with start(ds, body) as process:
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
 
 
 def test_ctrl_c_ends_a_loop_at_once(ds):
-    process = start(ds, "print('go', flush=True)\nwhile True:\n  for batch in loader: pass\n")
-    assert process.stdout.readline() == "go\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    body = "print('go', flush=True)\nwhile True:\n  for batch in loader: pass\n"
+    with start(ds, body) as process:
+        assert process.stdout.readline() == "go\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert process.returncode == -signal.SIGINT
 
@@ -294,8 +332,8 @@ def test_ctrl_c_while_waiting_keeps_the_loader_whole(ds):
         Augmented.fill = fill
         print(sum(len(images) for images, _ in passed))
     """
-    process = start(ds, body)
-    out, errors = process.communicate(timeout=60)
+    with start(ds, body) as process:
+        out, errors = process.communicate(timeout=60)
     assert (out, errors) == ("60\n", "")
 
 

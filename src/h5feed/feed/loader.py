@@ -185,7 +185,7 @@ class H5Loader(PackedLoader):
         leave_cores_to_loader(None if on_device else pipeline, self.threads)
         self._pool = Pool(self.threads)
         self._counts = Counts()
-        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._runs: list[weakref.ref[Run]] = []
 
     def __iter__(self) -> Run:
         """Begin a pass; it makes batches ahead as soon as it exists."""
@@ -195,7 +195,8 @@ class H5Loader(PackedLoader):
         ahead = Ahead(self.dataset.pixels, schedule, lookahead=self._lookahead, fields=fields)
         epoch = Epoch(recipe=self._recipe, ahead=ahead, pool=self._pool)
         run = Run(epoch, cursor, self._counts, prefetch=self.prefetch)
-        self._runs.add(run)
+        # no WeakSet: that would run Python, in which a Ctrl-C is lost, when a pass ends
+        self._runs = [other for other in self._runs if other() is not None] + [weakref.ref(run)]
         return run
 
     def close(self) -> None:
@@ -203,8 +204,9 @@ class H5Loader(PackedLoader):
 
         A loader that is let go, or a program that ends, does so by itself.
         """
-        for run in list(self._runs):
-            run.close()
+        for reference in self._runs:
+            if run := reference():
+                run.close()
         self._pool.close()
 
     def stats(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +65,10 @@ _MANY = 2  # times the slots that a loop needs which lets go of its batches
 
 
 class Run(Iterator[Any]):
-    """The iterator over one pass. Letting it go ends it; its threads belong to the pool."""
+    """The iterator over one pass. Letting it go ends it; its threads belong to the pool.
+
+    It has no __del__: Python drops what is raised there, and a Ctrl-C would be lost.
+    """
 
     def __init__(self, epoch: Epoch, cursor: Cursor, counts: Counts, *, prefetch: int) -> None:
         self._epoch = epoch
@@ -73,6 +77,7 @@ class Run(Iterator[Any]):
         self._counts = counts
         self._requested = 0
         self._works: deque[Work] = deque()
+        epoch.run = weakref.ref(self)
         for _ in range(prefetch):
             self._request()
 
@@ -83,7 +88,8 @@ class Run(Iterator[Any]):
             raise StopIteration
         work = self._works[0]
         began = perf_counter()
-        work.ready.acquire()  # interruptible: Ctrl-C arrives here
+        with work.ready:  # interruptible: Ctrl-C arrives here, and the batch can be asked for again
+            pass
         self._counts.wait_s += perf_counter() - began
         if self._epoch.cancelled:  # closed by another thread
             raise StopIteration
@@ -96,12 +102,8 @@ class Run(Iterator[Any]):
 
     def close(self) -> None:
         """End the pass: what is in the making is let go."""
-        self._epoch.cancelled = True
+        self._epoch.ended = True
         self._works.clear()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_works"):
-            self.close()
 
     def _request(self) -> None:
         if self._requested < len(self._steps):
@@ -133,7 +135,7 @@ class Run(Iterator[Any]):
             )
 
     def _complete(self) -> None:
-        self._epoch.cancelled = True
+        self._epoch.ended = True
         self._cursor.complete()
 
 

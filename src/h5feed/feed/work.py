@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,14 @@ class Epoch:
     recipe: Recipe
     ahead: Ahead
     pool: Pool
-    cancelled: bool = False
+    ended: bool = False
+    run: Callable[[], object] = lambda: None
+    """A weak reference to the pass: nobody waits for batches of one that is no more."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody will take another batch."""
+        return self.ended or self.run() is None
 
 
 class Work:
