@@ -6,7 +6,8 @@ import pytest
 from bench.ablations import outcome, packed_config
 from h5feed.bench import ablate as module
 from h5feed.bench import tricks
-from h5feed.bench.ablate import AblateOptions, ablate
+from h5feed.bench.ablate import ablate
+from h5feed.bench.ablation import AblateOptions
 from h5feed.errors import UsageError
 from h5feed.train.configfile import read_config
 
@@ -154,8 +155,8 @@ def test_facts_say_where_and_how(tmp_path, measured):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"seconds": 0.0}, "--seconds 0.0 is too small: give 0.05 or more"),
-        ({"repeats": 0}, "--repeats 0 is too small: give 1 or more"),
+        ({"seconds": 0.0}, "--seconds 0.0 is too small: it must be at least 0.05"),
+        ({"repeats": 0}, "--repeats 0 is too small: it must be at least 1"),
         ({"final_steps": 0}, "--final-steps 0 is too small"),
     ],
 )

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from h5feed.bench.ablate import Ablation, Row
 from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, from_dict, save_plot
+from h5feed.bench.ablation import Ablation, Row
 from h5feed.bench.tricks import Published
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h5feed.bench.ablate import AblateOptions, Ablation, Row
+from h5feed.bench.ablation import AblateOptions, Ablation, Row
 from h5feed.bench.remote import SubjectError
 from h5feed.cli import ablate
 from h5feed.cli.train import main

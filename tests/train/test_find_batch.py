@@ -136,7 +136,7 @@ def test_the_fastest_is_the_smallest_of_those_that_are_nearly_as_fast():
     [
         ({"smallest": 0}, "--smallest 0"),
         ({"smallest": 16, "largest": 8}, "--largest 8"),
-        ({"steps": 0}, "--steps 0 is too few"),
+        ({"steps": 0}, "--steps 0 is too small"),
     ],
 )
 def test_wrong_ranges_are_refused(options, text):

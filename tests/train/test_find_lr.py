@@ -119,7 +119,7 @@ def test_nothing_is_suggested_where_the_loss_never_falls():
     [
         ({"lowest": 1.0, "highest": 0.1}, "--lowest 1.0 and --highest 0.1"),
         ({"lowest": 0.0}, "--lowest 0.0"),
-        ({"steps": 3}, "--steps 3 is too few"),
+        ({"steps": 3}, "--steps 3 is too small"),
         ({"smoothing": 1.0}, "--smoothing 1.0 is out of range"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from h5feed._optional import require
 
-from .ablate import Ablation, Row
+from .ablation import Ablation, Row
 from .plot import INK, OTHERS, OURS
 from .tables import markdown_table, text_table
 from .tricks import Published

@@ -8,6 +8,7 @@ from tyro.conf import Positional, arg
 
 from h5feed.errors import UsageError
 from h5feed.train.large_batch import Scaling, scale_lr
+from h5feed.train.limits import above_zero, at_least, below_one
 
 __all__ = [
     "DataConfig",
@@ -28,33 +29,6 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
 DebugTool = Literal["off", "anomaly", "profile", "gradcheck", "nvtx"]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(config: object, least: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value >= least:
-            raise UsageError(f"{_flag(name)} {value} is too small: it must be at least {least:g}")
-
-
-def _above_zero(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value > 0:
-            raise UsageError(f"{_flag(name)} {value} is too small: it must be above 0")
-
-
-def _below_one(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise UsageError(
-                f"{_flag(name)} {value} is out of range: 0 turns it off, 1 is too much"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +59,8 @@ class LossConfig:
     """Class number in masks that is neither learned nor scored."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "num_outputs", "ignore_index")
-        _below_one(self, "label_smoothing")
+        at_least(self, 0, "num_outputs", "ignore_index")
+        below_one(self, "label_smoothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +95,9 @@ class DataConfig:
     """Mirror half of the pictures, left to right."""
 
     def __post_init__(self) -> None:
-        _at_least(self, -1, "workers")
-        _at_least(self, 1, "prefetch")
-        _at_least(self, 0, "size")
+        at_least(self, -1, "workers")
+        at_least(self, 1, "prefetch")
+        at_least(self, 0, "size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +116,8 @@ class RecipeConfig:
     """Decay per step of an average of the weights, which is then what is scored; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "mixup", "cutmix", "progressive")
-        _below_one(self, "ema")
+        at_least(self, 0, "mixup", "cutmix", "progressive")
+        below_one(self, "ema")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +150,10 @@ class OptimConfig:
     """Largest magnitude of each gradient; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        _above_zero(self, "lr")
-        _at_least(self, 1, "lr_batch")
-        _below_one(self, "momentum")
-        _at_least(self, 0, "weight_decay", "clip_norm", "clip_value")
+        above_zero(self, "lr")
+        at_least(self, 1, "lr_batch")
+        below_one(self, "momentum")
+        at_least(self, 0, "weight_decay", "clip_norm", "clip_value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +173,9 @@ class ScheduleConfig:
     """step: what the rate is multiplied by."""
 
     def __post_init__(self) -> None:
-        _below_one(self, "warmup")
-        _at_least(self, 1, "cycles")
-        _above_zero(self, "step_every", "step_factor")
+        below_one(self, "warmup")
+        at_least(self, 1, "cycles")
+        above_zero(self, "step_every", "step_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +197,7 @@ class SpeedConfig:
     """Parts that each batch is computed in, one after the other, to save memory."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "accumulate")
+        at_least(self, 1, "accumulate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +215,7 @@ class DistributedConfig:
     """Let gradients live in DDP's buckets: one copy and some memory less."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "gpus")
+        at_least(self, 0, "gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +235,8 @@ class DebugConfig:
     """Draw curves.png at the end, when matplotlib is installed."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "log_every")
-        _at_least(self, 0, "save_every")
+        at_least(self, 1, "log_every")
+        at_least(self, 0, "save_every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,8 +272,8 @@ class TrainConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "epochs", "batch_size")
-        _at_least(self, 0, "seed")
+        at_least(self, 1, "epochs", "batch_size")
+        at_least(self, 0, "seed")
         if self.batch_size % self.speed.accumulate:
             raise UsageError(
                 f"--batch-size {self.batch_size} cannot be computed in "

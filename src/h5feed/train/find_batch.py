@@ -12,6 +12,7 @@ import torch
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.distributed import World
+from h5feed.train.limits import above_zero, at_least
 from h5feed.train.step import Batch, TrainStep
 from h5feed.train.trial import kept
 
@@ -50,8 +51,8 @@ class BatchRange:
                 f"--smallest {self.smallest} and --largest {self.largest}: sizes are at least 1, "
                 "and climb from the smallest to the largest"
             )
-        if self.steps < 1:
-            raise UsageError(f"--steps {self.steps} is too few: give 1 or more")
+        at_least(self, 1, "steps")
+        above_zero(self, "memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

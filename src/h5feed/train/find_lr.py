@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from h5feed.errors import UsageError
 from h5feed.train.data import Loader
 from h5feed.train.distributed import World
+from h5feed.train.limits import at_least, below_one
 from h5feed.train.step import TrainStep
 from h5feed.train.trial import endless, kept
 
@@ -44,10 +45,9 @@ class LrRange:
                 f"--lowest {self.lowest} and --highest {self.highest}: rates are above 0, and "
                 "climb from the lowest to the highest"
             )
-        if self.steps < 10:
-            raise UsageError(f"--steps {self.steps} is too few for a curve: give 10 or more")
-        if not 0 <= self.smoothing < 1:
-            raise UsageError(f"--smoothing {self.smoothing} is out of range: 0 turns it off")
+        at_least(self, 10, "steps")
+        at_least(self, 1, "explosion")
+        below_one(self, "smoothing")
 
     @property
     def rates(self) -> list[float]:

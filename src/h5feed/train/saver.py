@@ -12,6 +12,7 @@ from h5feed.errors import UsageError
 from h5feed.train.checkpoint import Stateful, capture, load_checkpoint, restore, save_checkpoint
 from h5feed.train.config import TrainConfig
 from h5feed.train.distributed import World
+from h5feed.train.limits import flag
 from h5feed.train.log import BEST, LAST
 
 __all__ = ["Saver", "weights_are_finite"]
@@ -55,10 +56,10 @@ class Saver:
 
     def _check_recipe(self, saved: dict[str, Any], path: Path) -> None:
         for name, before, now in _differences(saved, self._recipe):
-            flag = "--" + name.replace("_", "-")
             raise UsageError(
-                f"--resume: {path} was made with {flag} {before}, and now it is {now}: give the "
-                f"options it was begun with, as in --config {self._out / 'config.json'} --resume"
+                f"--resume: {path} was made with {flag(name)} {before}, and now it is {now}: give "
+                f"the options it was begun with, as in --config {self._out / 'config.json'} "
+                "--resume"
             )
 
     def _check_data(self, before: int, path: Path) -> None:
