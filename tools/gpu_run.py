@@ -6,7 +6,8 @@
 
 loaders   ResNet-18 and ResNet-50 at 224 px in bf16, channels_last, compiled: the synthetic ceiling,
           and each loader beside it
-alone     the loaders without a model, by worker count
+alone     the loaders without a model: how they scale with threads, and where Python bounds them
+ops       the device's pass over a batch, as torch runs it and compiled
 ablation  train-h5 ablate on ResNet-18
 cifar     CIFAR-10 to 94 %, several seeds
 
@@ -27,20 +28,22 @@ import torch
 from _marks import put_into
 from gpu import cifar, tables
 from gpu.data import prepare_cifar, prepare_photos
-from gpu.loading import measure_loaders, ways
+from gpu.loading import measure_loaders
+from gpu.ops import measure_ops
+from gpu.ways import ways
 from h5feed.bench import machine
 from h5feed.bench.ablate import AblateOptions, ablate
 from h5feed.bench.ablate_report import as_dict as ablation_dict
-from h5feed.bench.compare import compare
-from h5feed.bench.options import CompareOptions
-from h5feed.bench.report import as_dict as report_dict
 from h5feed.cores import available_cores
 from h5feed.store import read_index
 from h5feed.train.config import DataConfig, LossConfig, ModelConfig, SpeedConfig, TrainConfig
 
 __all__ = ["main"]
 
-PARTS = ("loaders", "alone", "ablation", "cifar")
+PARTS = ("loaders", "alone", "ops", "ablation", "cifar")
+
+
+TINY = "h5feed.bench.trained:tiny"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class Scale:
     seeds: int
     tricks: tuple[str, ...] = ()
     """Only those; all when empty."""
+    ops: tuple[str, ...] = ()
+    """Only those lists of ops; all when empty."""
 
 
 FULL = Scale(
@@ -83,7 +88,7 @@ FULL = Scale(
     seeds=5,
 )
 SMALL = Scale(
-    models=("h5feed.bench.trained:tiny",),
+    models=(TINY,),
     pictures=48,
     stored=32,
     side=32,
@@ -96,7 +101,8 @@ SMALL = Scale(
     cifar_pictures=160,
     cifar_epochs=1,
     seeds=2,
-    tricks=("packed file", "H5Loader"),
+    tricks=("packed file", "H5Loader", "gradients to None"),
+    ops=("padded crop, flip", "the same from NV12"),
 )
 
 
@@ -155,45 +161,52 @@ def make_tables(options: argparse.Namespace) -> int:
 
 def run_loaders(options: argparse.Namespace, scale: Scale) -> None:
     """Every loader with every model."""
-    photos = prepare_photos(
-        options.photos, options.scratch, count=scale.pictures, side=scale.stored
-    )
     for model in options.models or scale.models:
-        config = training_config(photos.raw, model, scale, on_gpu=options.on_gpu)
-        rows = measure_loaders(
-            config,
-            ways(photos, scale.threads, workers=scale.workers),
-            pictures=scale_count(photos.raw),
-            seconds=scale.seconds,
-            repeats=scale.repeats,
-        )
         title = f"Training {model} at {scale.side} px, batches of {scale.batch_size}" + (
             ", bf16, channels_last, compiled" if options.on_gpu else ""
         )
         name = f"loaders-{model.rpartition(':')[2]}"
-        write(options, name, {"kind": "loaders", "title": title, "rows": rows}, photos.drawn)
+        write_rows(options, scale, name, title, model=model)
 
 
 def run_alone(options: argparse.Namespace, scale: Scale) -> None:
     """The loaders without a model."""
+    title = f"Loaders alone, crops of {scale.side} px, batches of {scale.batch_size}"
+    write_rows(options, scale, "alone", title, model=None)
+
+
+def write_rows(
+    options: argparse.Namespace, scale: Scale, name: str, title: str, *, model: str | None
+) -> None:
+    """Measure all loaders, with a model or without, and write the result."""
     photos = prepare_photos(
         options.photos, options.scratch, count=scale.pictures, side=scale.stored
     )
-    small = not options.on_gpu
-    settings = CompareOptions(
-        images=photos.folder,
-        batch_size=scale.batch_size,
-        crop=scale.side,
-        workers=1 if small else None,
+    config = training_config(photos.raw, model or TINY, scale, on_gpu=options.on_gpu)
+    taking = ways(photos, scale.threads, workers=scale.workers)
+    rows = measure_loaders(
+        config,
+        [way for way in taking if model or not way.ceiling],
+        pictures=scale_count(photos.raw),
         seconds=scale.seconds,
-        quick=small,
-        no_cold=True,
-        sweep=not small,
-        only=("H5Loader",) if small else ("H5Loader", "make_dataloader", "Folder", "memcpy"),
+        repeats=scale.repeats,
+        trains=model is not None,
     )
-    reports = compare(photos.raw, settings, lambda text: print(text, flush=True))
-    values = {"kind": "alone", "reports": [report_dict(report) for report in reports]}
-    write(options, "alone", values, photos.drawn)
+    write(options, name, {"kind": "loaders", "title": title, "rows": rows}, photos.drawn)
+
+
+def run_ops(options: argparse.Namespace, scale: Scale) -> None:
+    """The ops on the device, eager and compiled."""
+    rows = measure_ops(
+        stored=scale.stored,
+        side=scale.side,
+        batch_size=scale.batch_size,
+        repeats=50 if options.on_gpu else 3,
+        device=torch.device("cuda" if options.on_gpu else "cpu"),
+        only=scale.ops,
+    )
+    title = f"Ops on a batch of {scale.batch_size} pictures of {scale.stored} px, on the device"
+    write(options, "ops", {"kind": "ops", "title": title, "rows": rows}, drawn=True)
 
 
 def run_ablation(options: argparse.Namespace, scale: Scale) -> None:
@@ -228,6 +241,7 @@ def run_cifar(options: argparse.Namespace, scale: Scale) -> None:
 RUNS: dict[str, Callable[[argparse.Namespace, Scale], None]] = {
     "loaders": run_loaders,
     "alone": run_alone,
+    "ops": run_ops,
     "ablation": run_ablation,
     "cifar": run_cifar,
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hosts import importable
+from pictures import jpeg_bytes, smooth
 
 torch.set_num_threads(1)
 TOOLS = str(Path(__file__).parents[2] / "tools")
@@ -28,7 +29,7 @@ def gpu_run():
 def results(gpu_run, tmp_path_factory):
     """All parts, on the CPU whatever there is, with three ways to load."""
     folder = tmp_path_factory.mktemp("gpu_run")
-    few = ("synthetic", "H5Loader, crop on cpu", "ImageFolder, DataLoader")
+    few = ("synthetic", "H5Loader, crop on cpu", "H5Loader, device", "ImageFolder, DataLoader")
     with pytest.MonkeyPatch.context() as patch:
         importable(folder, patch)
         patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -52,6 +53,7 @@ def test_each_part_writes_its_result_with_machine_and_versions(results):
         "cpu-alone.json",
         "cpu-cifar.json",
         "cpu-loaders-tiny.json",
+        "cpu-ops.json",
     ]
     for path in results.glob("*.json"):
         values = json.loads(path.read_text())
@@ -67,6 +69,7 @@ def test_loaders_stand_beside_the_synthetic_ceiling(results):
         ("synthetic", None),
         ("H5Loader, crop on cpu", 1),
         ("H5Loader, crop on cpu", 2),
+        ("H5Loader, device", 1),
         ("ImageFolder, DataLoader", 1),
     ]
     assert all(row["error"] is None for row in rows)
@@ -77,19 +80,38 @@ def test_loaders_stand_beside_the_synthetic_ceiling(results):
         assert row["cpu_seconds_per_1000"] > 0
 
 
+def test_alone_loaders_have_no_ceiling(results):
+    rows = read(results, "alone")["rows"]
+    assert [row["name"] for row in rows[:2]] == ["H5Loader, crop on cpu"] * 2
+    for row in rows:
+        assert row["error"] is None
+        assert row["images_per_second"] > 0
+        assert row["share_of_ceiling"] is None
+
+
+def test_ops_are_measured_eager_and_compiled(results):
+    rows = read(results, "ops")["rows"]
+    assert [row["name"] for row in rows] == ["padded crop, flip", "the same from NV12"]
+    for row in rows:
+        assert row["eager_ms"] > 0
+        assert row["error"] is not None or row["compiled_ms"] > 0
+
+
 def test_the_ablation_measured_real_processes(results):
     rows = read(results, "ablation")["ablation"]["rows"]
-    assert [row["name"] for row in rows] == ["the plain loop", "+ packed file", "+ H5Loader"]
+    names = ["the plain loop", "+ packed file", "+ H5Loader", "+ gradients to None"]
+    assert [row["name"] for row in rows] == names
     for row in rows:
         assert row["error"] is None
         assert min(row["images_per_second"], row["ceiling"], row["memory_bytes"]) > 0
         assert row["final_loss"] > 0
     # Three ways to load, one way to train: one ceiling
-    assert len({row["ceiling"] for row in rows}) == 1
+    assert len({row["ceiling"] for row in rows[:3]}) == 1
 
 
 def test_a_loader_that_fails_is_told_in_its_row(gpu_run, tmp_path):
-    from gpu.loading import Way, measure_loaders
+    from gpu.loading import measure_loaders
+    from gpu.ways import Way
     from packed import random_images, write_packed
 
     def broken(_trial):
@@ -151,6 +173,8 @@ def test_tables_are_made_of_the_files_alone(gpu_run, results, capsys, tmp_path):
     for title in (
         "Training h5feed.bench.trained:tiny",
         "CIFAR-10, resnet9-small",
+        "Loaders alone, crops of 32 px",
+        "Ops on a batch of 8 pictures",
         "the plain loop",
     ):
         assert title in text
@@ -187,3 +211,41 @@ def test_a_folder_without_pictures_is_said(gpu_run, tmp_path):
 
     with pytest.raises(SystemExit, match="holds no pictures: give a folder of class folders"):
         repeat_folder(tmp_path, tmp_path / "b", 3)
+
+
+@pytest.fixture(scope="module")
+def photos(gpu_run, tmp_path_factory):
+    from gpu import data
+
+    scratch = tmp_path_factory.mktemp("photos")
+    return data.prepare_photos(None, scratch, count=24, side=32)
+
+
+RIVALS = {"DALI, files": "nvidia.dali", "torchvision nvJPEG": "torchvision"}
+
+
+@pytest.mark.parametrize("name", [*RIVALS, "DaliLoader, raw", "DaliLoader, jpeg", "H5Loader, jpeg"])
+def test_what_decodes_on_a_gpu_runs_on_the_cpu_as_well(gpu_run, photos, name):
+    """Every picture once an epoch, as the measuring checks."""
+    from gpu.loading import measure_loaders
+
+    pytest.importorskip(RIVALS.get(name, "nvidia.dali"))
+    if name == "torchvision nvJPEG":
+        _decode_or_skip()
+    scale = gpu_run.SMALL
+    config = gpu_run.training_config(photos.raw, scale.models[0], scale, on_gpu=False)
+    taking = [way for way in gpu_run.ways(photos, (1,), workers=1) if way.name == name]
+    (row,) = measure_loaders(config, taking, pictures=24, seconds=0.02, repeats=1, trains=False)
+    assert row["error"] is None
+    assert row["images_per_second"] > 0
+
+
+def _decode_or_skip():
+    """A torchvision built for another torch can be imported, but not decode."""
+    from torchvision.io import decode_jpeg
+
+    data = torch.frombuffer(bytearray(jpeg_bytes(smooth(8, 8))), dtype=torch.uint8)
+    try:
+        decode_jpeg(data)
+    except RuntimeError as ex:
+        pytest.skip(f"torchvision cannot decode here: {ex}")

@@ -51,7 +51,7 @@ def recipe(train: Path, val: Path, *, epochs: int, on_gpu: bool) -> TrainConfig:
         device="cuda" if on_gpu else "cpu",
         model=ModelConfig(model="resnet9-small" if small else "resnet9"),
         loss=LossConfig(label_smoothing=0.2),
-        data=DataConfig(size=32, crop="random-crop"),
+        data=DataConfig(size=32, crop="random-crop", residency="stream" if small else "device"),
         recipe=RecipeConfig(test_flip=True, ema=0.99),
         optim=OptimConfig(
             optimizer="sgd", lr=0.4, lr_scaling="linear", lr_batch=512, weight_decay=5e-4

@@ -1,136 +1,34 @@
-"""How near to its ceiling a model trains with each loader: one compiled step, loaders by turns.
+"""How fast each loader is, alone and before a model's training step: loaders by turns.
 
 All loaders feed the same step in the same process, so that the model is compiled once and the
 CPU seconds of a window are its loader's and the step's own.
 """
 
-import inspect
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpu.data import Photos
+from gpu.ways import Way
 from h5feed.bench import measure
-from h5feed.feed import H5Dataset
-from h5feed.feed.loader import H5Loader
 from h5feed.train.config import TrainConfig
-from h5feed.train.recipes import training_ops
-from h5feed.train.sources import open_data
 from h5feed.train.trial import Trial, open_trial
 
-__all__ = ["Way", "measure_loaders", "ways"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to load."""
-
-    name: str
-    open: Callable[[Trial], Any]
-    """Makes the loader; ImportError and the like are told in its row."""
-    threads: int | None = None
-    ceiling: bool = False
-
-
-def ways(photos: Photos, threads: Sequence[int], *, workers: int) -> list[Way]:
-    """Return the ceiling, and every loader that there is."""
-    found = [Way(name="synthetic", open=_synthetic, ceiling=True)]
-    for place in ("device", "cpu"):
-        found += [
-            Way(
-                name=f"H5Loader, crop on {place}",
-                open=partial(_h5loader, photos.raw, threads=count, augment_on=place),
-                threads=count,
-            )
-            for count in threads
-        ]
-    if "residency" in inspect.signature(H5Loader).parameters:
-        found += [
-            Way(
-                name=f"H5Loader, residency {where}",
-                open=partial(
-                    _h5loader, photos.raw, threads=1, augment_on="device", residency=where
-                ),
-                threads=1,
-            )
-            for where in ("pinned", "device")
-        ]
-    found += [
-        Way(name="DaliLoader, raw", open=partial(_dali, photos.raw, workers), threads=workers),
-        Way(name="DaliLoader, jpeg", open=partial(_dali, photos.jpeg, workers), threads=workers),
-        Way(
-            name="H5Dataset, DataLoader",
-            open=partial(_stock, photos.raw, "dataloader", workers),
-            threads=workers,
-        ),
-        Way(
-            name="ImageFolder, DataLoader",
-            open=partial(_stock, photos.folder, "imagefolder", workers),
-            threads=workers,
-        ),
-    ]
-    return found
-
-
-def _synthetic(trial: Trial) -> Any:
-    return trial.data.train_loader(trial.data.size)
-
-
-def _ops(trial: Trial, ds: H5Dataset) -> Any:
-    spec = ds.pixels.specs["images"]
-    size = trial.data.size
-    return training_ops(trial.config.data, size, (spec.height, spec.width), dense=False)
-
-
-def _h5loader(file: Path, trial: Trial, **options: Any) -> Any:
-    ds, config = H5Dataset(file), trial.config
-    return H5Loader(
-        ds,
-        config.batch_size,
-        augment=_ops(trial, ds),
-        device=trial.world.device,
-        drop_last=True,
-        seed=config.seed,
-        **options,
-    )
-
-
-def _dali(file: Path, threads: int, trial: Trial) -> Any:
-    from h5feed.interop.dali import DaliLoader
-
-    ds, config = H5Dataset(file), trial.config
-    return DaliLoader(
-        ds,
-        config.batch_size,
-        augment=_ops(trial, ds),
-        device=trial.world.device,
-        threads=threads,
-        drop_last=True,
-        seed=config.seed,
-    )
-
-
-def _stock(source: Path, kind: Any, workers: int, trial: Trial) -> Any:
-    data = replace(trial.config.data, loader=kind, workers=workers, size=trial.data.size)
-    return open_data(replace(trial.config, train=source, data=data), trial.world).train_loader(
-        trial.data.size
-    )
+__all__ = ["measure_loaders"]
 
 
 class _Steps:
-    """A loader with the training step behind it, as bench's subjects are."""
+    """A loader, with the training step behind it if any, as bench's subjects are."""
 
     dtype = "uint8"
     layout = "NCHW"
     note = ""
 
-    def __init__(self, trial: Trial, loader: Any) -> None:
-        self._trial, self.loader = trial, loader
+    def __init__(self, trial: Trial, loader: Any, *, trains: bool) -> None:
+        self._trial, self.loader, self._trains = trial, loader, trains
         self._epoch = -1
         self.files: list[str] = []
 
@@ -138,7 +36,8 @@ class _Steps:
         self._epoch += 1
         self.loader.set_epoch(self._epoch)
         for batch in self.loader:
-            self._trial.step(iter((batch,)))
+            if self._trains:
+                self._trial.step(iter((batch,)))
             yield batch
 
     def synchronize(self) -> None:
@@ -163,11 +62,18 @@ class _Taking:
 
 
 def measure_loaders(
-    config: TrainConfig, taking: Sequence[Way], *, pictures: int, seconds: float, repeats: int
+    config: TrainConfig,
+    taking: Sequence[Way],
+    *,
+    pictures: int,
+    seconds: float,
+    repeats: int,
+    trains: bool = True,
 ) -> list[dict[str, Any]]:
     """Train `config`'s model with each of `taking` in turn; returns a row for each.
 
-    `config` names the packed file. A way that fails has its reason in its row.
+    `config` names the packed file. Without `trains` batches are taken and nothing is done with
+    them. A way that fails has its reason in its row.
     """
     free = replace(config, data=replace(config.data, loader="synthetic"))
     with open_trial(free) as trial:
@@ -181,7 +87,9 @@ def measure_loaders(
         )
         for one in found:
             print(f"opening {one.way.name}, {one.way.threads} threads", flush=True)
-            _guarded(one, partial(_begin, one, trial, expected(ceiling=one.way.ceiling), seconds))
+            opened = partial(_Steps, trains=trains)
+            expectation = expected(ceiling=one.way.ceiling)
+            _guarded(one, partial(_begin, one, trial, opened, expectation, seconds))
         for turn in range(repeats):
             print(f"round {turn + 1} of {repeats}", flush=True)
             for one in found:
@@ -190,7 +98,7 @@ def measure_loaders(
         for one in found:
             if one.subject is not None:
                 one.subject.close()
-    ceiling = _rate(found[0])
+    ceiling = next((_rate(one) for one in found if one.way.ceiling), None)
     return [_row(one, ceiling) for one in found]
 
 
@@ -205,8 +113,14 @@ def _guarded(one: _Taking, work: Callable[[], None]) -> None:
         print(f"{one.way.name} failed: {one.error}", flush=True)
 
 
-def _begin(one: _Taking, trial: Trial, expected: measure.Expectation, seconds: float) -> None:
-    one.subject = _Steps(trial, one.way.open(trial))
+def _begin(
+    one: _Taking,
+    trial: Trial,
+    opened: Callable[[Trial, Any], _Steps],
+    expected: measure.Expectation,
+    seconds: float,
+) -> None:
+    one.subject = opened(trial, one.way.open(trial))
     measure.verify(one.subject, expected, seconds / 2)
     measure.wait_until_idle()
 

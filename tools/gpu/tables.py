@@ -6,8 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from h5feed.bench import ablate_report, report
-from h5feed.bench.plot import save_plot
+from h5feed.bench import ablate_report
 from h5feed.bench.tables import markdown_table
 
 __all__ = ["draw", "markdown"]
@@ -28,8 +27,6 @@ def draw(folder: Path) -> list[Path]:
             _draw_loaders(values, picture)
         elif kind == "ablation":
             ablate_report.save_plot(ablate_report.from_dict(values["ablation"]), picture)
-        elif kind == "alone":
-            save_plot(report.from_dict(values["reports"][-1]), picture)
         else:
             continue
         drawn.append(picture)
@@ -108,11 +105,24 @@ def _cifar(values: dict[str, Any]) -> str:
     return "\n".join([f"**{values['title']}**", "", *table, "", f"{note} {_where(values)}"])
 
 
-def _alone(values: dict[str, Any]) -> str:
-    return "\n\n".join(report.as_markdown(report.from_dict(one)) for one in values["reports"])
+def _ops(values: dict[str, Any]) -> str:
+    heads = ["ops", "eager ms", "compiled ms", "compiled in s", "largest difference", "remark"]
+    rows = [
+        [
+            row["name"],
+            _number(row["eager_ms"], ".3f"),
+            _number(row["compiled_ms"], ".3f"),
+            _number(row["compile_seconds"], ".0f"),
+            _number(row["most_off"], ".3g"),
+            row["error"] or "",
+        ]
+        for row in values["rows"]
+    ]
+    table = markdown_table(heads, rows, {0, len(heads) - 1})
+    return "\n".join([f"**{values['title']}**", "", *table, "", _where(values)])
 
 
-_SECTIONS = {"loaders": _loaders, "ablation": _ablation, "cifar": _cifar, "alone": _alone}
+_SECTIONS = {"loaders": _loaders, "ablation": _ablation, "cifar": _cifar, "ops": _ops}
 
 
 def _draw_loaders(values: dict[str, Any], path: Path) -> None:
@@ -136,7 +146,7 @@ def _draw_loaders(values: dict[str, Any], path: Path) -> None:
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("loader threads, or worker processes")
-    axes.set_ylabel("images per second, training")
+    axes.set_ylabel("images per second")
     axes.set_title(values["title"], fontsize=10, loc="left")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

@@ -152,7 +152,7 @@ def explain_decoding(pixels: Pixels, lane: Lane) -> str:
     if lane.device.type == "cpu":
         return "loader threads: batches stay on the CPU"
     # torchvision creates nvJPEG without NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION, and waits for
-    # the device in every batch (its decode_jpegs_cuda.cpp).
+    # the device in every batch (its decode_jpegs_cuda.cpp); deprecated since torchvision 0.29.
     return (
         "loader threads: torchvision's GPU decoder repeats colors where libjpeg interpolates them, "
         "so that pictures would depend on the device; DaliLoader decodes on a GPU, interpolating"
