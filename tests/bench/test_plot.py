@@ -4,9 +4,9 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from h5feed.bench.outcomes import Outcome
 from h5feed.bench.plot import draw_bars, save_plot
 from h5feed.bench.report import Report
-from h5feed.bench.rounds import Outcome
 
 
 def outcome(name, *rates, ceiling=False):

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from h5feed.bench.outcomes import Cold, Outcome
 from h5feed.bench.report import Report, as_dict, from_dict, utilization
-from h5feed.bench.rounds import Cold, Outcome
 from h5feed.bench.words import (
     as_markdown,
     as_text,

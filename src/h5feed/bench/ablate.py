@@ -19,7 +19,8 @@ import torch
 from h5feed.bench import machine
 from h5feed.bench.ablation import AblateOptions, Ablation, Row
 from h5feed.bench.measure import Expectation
-from h5feed.bench.rounds import Entry, Outcome, Schedule, run
+from h5feed.bench.outcomes import Outcome
+from h5feed.bench.rounds import Entry, Schedule, run
 from h5feed.bench.tricks import CHECKPOINTING, Trick, packed, plain, synthetic, usable
 from h5feed.errors import UsageError
 from h5feed.feed import H5Dataset

@@ -12,8 +12,9 @@ import torch
 from h5feed.bench import ceilings, machine
 from h5feed.bench.contestants import contestants, entries
 from h5feed.bench.options import CompareOptions
+from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
-from h5feed.bench.rounds import Outcome, run
+from h5feed.bench.rounds import run
 from h5feed.feed.source import Pixels
 
 __all__ = ["compare", "facts", "report_of", "settings"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from h5feed._optional import require
 
+from .outcomes import Outcome
 from .report import SMOKE_BATCHES, Report
-from .rounds import Outcome
 
 __all__ = ["draw_bars", "save_plot"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from .rounds import Cold, Outcome
+from .outcomes import Cold, Outcome
 
 __all__ = ["SMOKE_BATCHES", "Report", "as_dict", "from_dict", "utilization"]
 

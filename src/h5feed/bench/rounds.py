@@ -10,15 +10,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from . import cache
 from .measure import Expectation
+from .outcomes import Cold, Outcome
 from .remote import Remote, SubjectError
 
-__all__ = ["Cold", "Entry", "Outcome", "Schedule", "run"]
+__all__ = ["Entry", "Schedule", "run"]
 
 Tell = Callable[[str], None]
 _PLACES = frozenset({"file", "images", "data"})  # of this machine: of no use to anybody else
@@ -59,54 +60,6 @@ class Schedule:
     """Untimed pass: checks, memory, first warm-up."""
     cold: float = 0.0
     """Longest cold run; 0 leaves cold runs out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cold:
-    """The first epoch after its files left the page cache."""
-
-    rate: float
-    """Pictures per second from the first batch on."""
-    read_bytes_per_picture: float | None
-    resident_before: float | None
-    """Share of its files still in the page cache when it began: 0 is really cold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of one subject."""
-
-    name: str
-    ceiling: bool
-    note: str = ""
-    dtype: str = ""
-    layout: str = ""
-    disk_bytes: int = 0
-    rates: tuple[float, ...] = ()
-    """Pictures per second of each window."""
-    first_batch_seconds: float | None = None
-    """Median, at the start of an epoch, workers running."""
-    startup_seconds: float | None = None
-    """To the very first batch: workers started, code compiled."""
-    cpu_seconds_per_1000: float | None = None
-    private_bytes: int | None = None
-    mapped_bytes: int | None = None
-    warm_read_bytes_per_picture: float | None = None
-    warmup_pictures: int = 0
-    checked_pictures: int = 0
-    distinct: float | None = None
-    idle: bool = True
-    """False: it goes on computing when nobody asks, at the cost of the others."""
-    cold: Cold | None = None
-    params: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    """What its own `extra()` told after its last window."""
-    error: str | None = None
-
-    @property
-    def rate(self) -> float | None:
-        """Median pictures per second."""
-        return statistics.median(self.rates) if self.rates else None
 
 
 class _Running:

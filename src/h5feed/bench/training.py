@@ -27,8 +27,9 @@ from typing import Any
 from h5feed.bench.compare import facts, report_of, settings
 from h5feed.bench.contestants import Contestant, contestants, entries
 from h5feed.bench.options import CompareOptions
+from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
-from h5feed.bench.rounds import Outcome, run
+from h5feed.bench.rounds import run
 from h5feed.errors import UsageError
 from h5feed.feed.source import Pixels
 from h5feed.packing.run import pack

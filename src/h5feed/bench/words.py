@@ -8,8 +8,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
+from .outcomes import Outcome
 from .report import SMOKE_BATCHES, Report, utilization
-from .rounds import Outcome
 from .tables import markdown_table, text_table
 
 __all__ = ["as_markdown", "as_text", "headline", "sweep_as_markdown", "sweep_as_text"]
