@@ -1,6 +1,7 @@
 import os
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,6 +62,23 @@ def test_killed_while_saving_the_previous_checkpoint_is_whole(tmp_path, monkeypa
     save_checkpoint(path, {"progress": {"step": 3}})
     assert load_checkpoint(path)["progress"] == {"step": 3}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt"]
+
+
+def test_the_new_checkpoint_is_on_the_disk_before_it_takes_the_name(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, Path.replace
+
+    def synced(handle):
+        done.append("fsync")
+        fsync(handle)
+
+    def renamed(self, target):
+        done.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    save_checkpoint(tmp_path / "last.pt", {"progress": {}})
+    assert done[:2] == ["fsync", "rename"]
 
 
 def test_a_missing_a_foreign_and_a_broken_checkpoint_are_one_sentence_each(tmp_path):

@@ -122,20 +122,23 @@ def test_rates_scale_with_the_batch():
     assert scale_lr(0.1, "sqrt", 1024, 256) == pytest.approx(0.2)
 
 
-def test_the_scaled_rate_is_the_schedule_s_peak(tmp_path):
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("constant", [0.1, 0.2, 0.2]), ("onecycle", [0.008, 0.2])]
+)
+def test_the_scaled_rate_is_the_schedule_s_peak(tmp_path, schedule, expected):
     config = make_config(
-        tmp_path, lr=0.1, lr_scaling="linear", lr_batch=8, batch_size=16, schedule="constant"
+        tmp_path, lr=0.1, lr_scaling="linear", lr_batch=8, batch_size=16, schedule=schedule
     )
     assert config.peak_lr == pytest.approx(0.2)
     world = World(rank=0, size=1, device=torch.device("cpu"))
     task = make_task("classification", config.loss, 4)
     step = build_step(config, tiny(4), task, world, "fp32", total_steps=10)
     rates = []
-    for _ in range(3):
+    for _ in expected:
         rates.append(step.schedule.get_last_lr()[0])
         step.optimizer.step()
         step.schedule.step()
-    assert rates == pytest.approx([0.1, 0.2, 0.2])
+    assert rates == pytest.approx(expected)
 
 
 def test_scaling_without_a_warm_up_is_refused(tmp_path):

@@ -229,6 +229,11 @@ def test_sizes(tmp_path, paths):
     assert next(iter(data.val_loader))[0].shape == (8, 3, 224, 224)
 
 
+@pytest.mark.parametrize("loader", ["h5loader", "imagefolder"])
+def test_outputs_may_be_more_than_the_classes(paths, tmp_path, loader):
+    assert open_(paths, tmp_path, loader, num_outputs=10).num_outputs == 10
+
+
 def refuse(paths, tmp_path, match, *, val=None, error=UsageError, world=ALONE, **options):
     config = config_for(paths, tmp_path, **options)
     if val is not None:

@@ -34,6 +34,14 @@ def test_label_smoothing_spreads_the_target():
     assert smooth > plain
 
 
+def test_label_smoothing_spreads_the_targets_of_pixels():
+    outputs = torch.tensor([3.0, 0, 0, 0]).view(1, 4, 1, 1)
+    task = make_task("segmentation", LossConfig(label_smoothing=0.2), 4)
+    share = torch.tensor([0.85, 0.05, 0.05, 0.05]).view(1, 4, 1, 1)
+    loss = task.loss(outputs, torch.zeros(1, 1, 1, dtype=torch.uint8))
+    assert loss == pytest.approx(-(share * outputs.log_softmax(1)).sum().item())
+
+
 def test_regression_is_a_squared_loss_and_an_absolute_score():
     task = make_task("regression", LossConfig(), 2)
     outputs, targets = torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[1.0, 0], [3, 8]])
