@@ -19,6 +19,8 @@ def ablation():
                 ratio=2.5, input_bound=0.5, **common),
             Row(name="+ AMP", group="cumulative", tricks=("H5Loader", "AMP"), rates=(300.0,),
                 ratio=1.2, published=Published(figure="1.5×", hardware="V100", source="Huang")),
+            Row(name="all but H5Loader", group="without", tricks=("AMP",), rates=(100.0,),
+                ratio=3.0),
             Row(name="all but AMP", group="without", tricks=("H5Loader",), error="no bf16"),
         ),
         pictures=1000,
@@ -33,18 +35,22 @@ def test_the_table_says_everything(ablation):
     lines = as_text(ablation).splitlines()
     plain = next(line for line in lines if line.startswith("the plain loop"))
     assert plain.split()[3:] == ["100", "±10%", "–", "12.0", "200", "1.250", "500", "80%", "–"]
-    assert next(line for line in lines if line.startswith("+ H5Loader")).endswith("none found")
-    assert "1.5×; V100" in as_text(ablation)
-    assert next(line for line in lines if line.startswith("all but")).endswith("failed: no bf16")
+    by_name = {line.split("  ")[0]: line for line in lines}
+    assert by_name["+ H5Loader"].endswith("none found")
+    assert by_name["+ AMP"].endswith("1.5×; V100 [1]")
+    assert by_name["all but AMP"].endswith("failed: no bf16")
+    assert "Measured on 2-core VM, torch 2." in lines
     assert lines[-1] == "Not measured: TF32: needs a GPU"
-    assert "Published: Huang." in lines
+    assert "[1] Huang." in lines
     assert "Smoke" not in as_text(ablation)
 
 
-def test_markdown_has_a_row_each(ablation):
+def test_markdown_has_a_row_for_each_trick_and_what_leaving_it_out_costs(ablation):
     rows = [line for line in as_markdown(ablation).splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 4
-    assert rows[3].startswith("| + H5Loader | 250 | – | 2.50× |")
+    assert len(rows) == 2 + 3
+    assert rows[3].startswith("| + H5Loader | 250 | – | 2.50× | 3.00× |")
+    assert rows[4].startswith("| + AMP | 300 | – | 1.20× | failed |")
+    assert rows[4].endswith("| 1.5×; V100 [1] |")
 
 
 def test_json_brings_it_back(ablation):

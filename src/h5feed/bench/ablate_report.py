@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,62 +25,93 @@ def _ratio(row: Row) -> str:
     return "–" if row.ratio is None else f"{row.ratio:.2f}×"
 
 
-def _published(row: Row) -> str:
-    if row.group == "without" or not row.tricks:
-        return ""
-    if row.published is None:
-        return "none found"
-    return f"{row.published.figure}; {row.published.hardware}"
-
-
 Cell = Callable[[Row], str]
-_COLUMNS: dict[str, Cell] = {
-    "row": lambda row: row.name,
-    "img/s": lambda row: _number(row.rate),
-    "spread": lambda row: "–" if row.spread is None else f"±{row.spread:.0%}",
-    "worth": _ratio,
-    "s/epoch": lambda row: _number(row.epoch_seconds, ",.1f"),
-    "peak MB": lambda row: _number(row.memory_bytes, ",.0f", 1e-6),
-    "loss": lambda row: _number(row.final_loss, ".3f"),
-    "ceiling": lambda row: _number(row.ceiling),
-    "input-bound": lambda row: _number(row.input_bound, ".0%"),
-    "CPU s/1000": lambda row: _number(row.cpu_seconds_per_1000, ".2f"),
-    "published elsewhere": lambda row: f"failed: {row.error}" if row.error else _published(row),
-}
-_LEFT = (0, len(_COLUMNS) - 1)
 
 
-def _cells(ablation: Ablation) -> list[list[str]]:
-    return [[cell(row) for cell in _COLUMNS.values()] for row in ablation.rows]
+def _columns(sources: Sequence[str]) -> dict[str, Cell]:
+    """Return each column's head, and what it says of a row; published figures by `sources`."""
+
+    def published(row: Row) -> str:
+        if row.error:
+            return f"failed: {row.error}"
+        if row.group == "without" or not row.tricks:
+            return ""
+        if row.published is None:
+            return "none found"
+        found = row.published
+        return f"{found.figure}; {found.hardware} [{sources.index(found.source) + 1}]"
+
+    return {
+        "row": lambda row: row.name,
+        "img/s": lambda row: _number(row.rate),
+        "spread": lambda row: "–" if row.spread is None else f"±{row.spread:.0%}",
+        "worth": _ratio,
+        "s/epoch": lambda row: _number(row.epoch_seconds, ",.1f"),
+        "peak MB": lambda row: _number(row.memory_bytes, ",.0f", 1e-6),
+        "loss": lambda row: _number(row.final_loss, ".3f"),
+        "ceiling": lambda row: _number(row.ceiling),
+        "input-bound": lambda row: _number(row.input_bound, ".0%"),
+        "CPU s/1000": lambda row: _number(row.cpu_seconds_per_1000, ".2f"),
+        "published elsewhere": published,
+    }
+
+
+def _sources(ablation: Ablation) -> list[str]:
+    return list(dict.fromkeys(row.published.source for row in ablation.rows if row.published))
 
 
 def _foot(ablation: Ablation) -> list[str]:
+    versions = (f"{name} {what}" for name, what in ablation.facts.get("versions", {}).items())
     lines = [
-        "worth: against the row before; of “all but” rows, all together against the row. ceiling: "
-        "img/s with data that costs nothing; input-bound: 1 − ceiling's time / the row's.",
-        f"Measured on {ablation.machine}.",
+        f"Measured on {', '.join([ablation.machine, *versions])}.",
+        *(f"[{number}] {source}." for number, source in enumerate(_sources(ablation), 1)),
+        *(f"Not measured: {what}" for what in ablation.left_out),
     ]
-    if ablation.is_smoke:
-        lines.insert(
-            0,
-            f"Smoke run: {ablation.pictures} pictures are too few for batches of "
-            f"{ablation.batch_size}. It shows that everything runs, not how fast.",
-        )
-    sources = {row.published.source for row in ablation.rows if row.published}
-    lines += [f"Published: {source}." for source in sorted(sources)]
-    return lines + [f"Not measured: {what}" for what in ablation.left_out]
+    if not ablation.is_smoke:
+        return lines
+    few = (
+        f"Smoke run: {ablation.pictures} pictures are too few for batches of "
+        f"{ablation.batch_size}. It shows that everything runs, not how fast."
+    )
+    return [few, *lines]
+
+
+_CEILING = (
+    "ceiling: img/s with data that costs nothing; input-bound: 1 − ceiling's time / the row's."
+)
 
 
 def as_text(ablation: Ablation) -> str:
-    """Return the table for a terminal."""
-    table = text_table(list(_COLUMNS), _cells(ablation), _LEFT)
-    return "\n".join([ablation.title, "", *table, "", *_foot(ablation)])
+    """Return the table for a terminal: a row each, without a trick too."""
+    columns = _columns(_sources(ablation))
+    rows = [[cell(row) for cell in columns.values()] for row in ablation.rows]
+    table = text_table(list(columns), rows, (0, len(columns) - 1))
+    worth = "worth: against the row before; of “all but” rows, all together against the row."
+    return "\n".join([ablation.title, "", *table, "", f"{worth} {_CEILING}", *_foot(ablation)])
+
+
+_PAGE = (
+    "row", "img/s", "spread", "worth", "left out", "s/epoch", "peak MB", "loss", "ceiling",
+    "input-bound", "CPU s/1000", "published elsewhere",
+)  # fmt: skip
 
 
 def as_markdown(ablation: Ablation) -> str:
-    """Return the table for a page."""
-    table = markdown_table(list(_COLUMNS), _cells(ablation), _LEFT)
-    return "\n".join([f"**{ablation.title}**", "", *table, "", "  \n".join(_foot(ablation))])
+    """Return the table for a page: a row for each trick, and what leaving it out costs."""
+    missed = {
+        row.name.removeprefix("all but "): "failed" if row.error else _ratio(row)
+        for row in ablation.rows
+        if row.group == "without"
+    }
+    columns = _columns(_sources(ablation))
+    columns["left out"] = lambda row: missed.get(row.name.removeprefix("+ "), "–")
+    rows = [
+        [columns[head](row) for head in _PAGE] for row in ablation.rows if row.group != "without"
+    ]
+    table = markdown_table(_PAGE, rows, (0, len(_PAGE) - 1))
+    worth = "worth: against the row before; left out: all together against all but this one."
+    foot = "  \n".join([f"{worth} {_CEILING}", *_foot(ablation)])
+    return "\n".join([f"**{ablation.title}**", "", *table, "", foot])
 
 
 def as_dict(ablation: Ablation) -> dict[str, Any]:
@@ -124,9 +155,11 @@ def save_plot(ablation: Ablation, path: Path) -> None:
         error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2.5},
     )
     _ceilings(axes, rows)
+    right = axes.get_yaxis_transform()  # a column of its own: no bar, no mark in its way
     for place, row in zip(places, rows, strict=True):
-        worth = "" if row.ratio is None else f"  ({row.ratio:.2f}×)"
-        axes.text(max(row.rates), place, f"  {row.rate:,.0f}{worth}", va="center", fontsize=8)
+        worth = "" if row.ratio is None else f" ({row.ratio:.2f}×)"
+        said = f"{row.rate:,.0f}{worth}"
+        axes.text(0.995, place, said, va="center", ha="right", fontsize=8, transform=right)
     axes.set_yticks(places, [row.name for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max([*rates, *(row.ceiling or 0 for row in rows)]))

@@ -98,7 +98,7 @@ TRICKS: tuple[Trick, ...] = (
         apply=_switch("data", workers=-1, persistent_workers=True, prefetch=2),
         published=Published(
             figure="2× an epoch, four workers and pinned memory together",
-            hardware="not stated",
+            hardware="hardware not stated",
             source=_KUHN,
         ),
     ),
@@ -112,7 +112,7 @@ TRICKS: tuple[Trick, ...] = (
         needs=_cuda,
         published=Published(
             figure="1.27× forward and backward of one convolution",
-            hardware="not stated",
+            hardware="hardware not stated",
             source=_KUHN,
         ),
     ),
@@ -140,7 +140,7 @@ TRICKS: tuple[Trick, ...] = (
         name="fused optimizer",
         apply=_switch("optim", implementation="fused"),
         published=Published(
-            figure="about 1.05×, apex's fused Adam", hardware="not stated", source=_KUHN
+            figure="about 1.05×, apex's fused Adam", hardware="hardware not stated", source=_KUHN
         ),
     ),
     Trick(name="gradients to None", apply=_switch("optim", set_to_none=True)),
@@ -161,7 +161,7 @@ CHECKPOINTING = Trick(
     apply=_switch("model", checkpoint=True),
     published=Published(
         figure="1.3× the time, a seventh of the memory (48 to 7 GB), 1,000 layers",
-        hardware="not stated",
+        hardware="hardware not stated",
         source="T. Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174)",
     ),
 )
