@@ -130,6 +130,23 @@ def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
     assert "--model 'none' is not known" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "pictures", "batch"),
+    [
+        ({}, 100_000, 256),
+        ({}, 1024, 256),
+        ({}, 1023, 128),
+        ({}, 500, 64),
+        ({}, 10, 64),
+        ({"quick": True}, 100_000, 64),
+        ({"batch_size": 300}, 10, 300),
+        ({"batch_size": 300, "quick": True}, 10, 300),
+    ],
+)
+def test_a_small_set_gets_small_batches(given, pictures, batch):
+    assert CompareOptions(**given).for_set_of(pictures).batch_size == batch
+
+
 def test_sweep_measures_worker_counts_and_batch_sizes(monkeypatch):
     monkeypatch.setattr("h5feed.bench.machine.cores", lambda: 4)
     given = settings(CompareOptions(sweep=True))

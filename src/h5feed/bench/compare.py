@@ -100,4 +100,5 @@ def compare(file: Path, options: CompareOptions, tell: Tell = lambda _: None) ->
         SubjectError: A loader failed, or did not deliver what it should.
     """
     options.check()
+    options = options.for_set_of(len(Pixels([file])))
     return [_one(file, given, workers, tell) for given, workers in settings(options)]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from h5feed.bench.report import SMOKE_BATCHES
 from h5feed.bench.rounds import Schedule
 from h5feed.errors import UsageError
 
 __all__ = ["CompareOptions"]
+
+_USUAL_BATCH = 256
+_SMALLEST_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +25,7 @@ class CompareOptions:
     images: Path | None = None
     """The folder that FILE was packed from: measured as it is used today."""
     batch_size: int | None = None
-    """Pictures per batch; otherwise 256, and 64 with --quick."""
+    """Pictures per batch; otherwise 256, or down to 64 for a small set and with --quick."""
     crop: int = 224
     """Side of the random crop that every loader makes."""
     workers: int | None = None
@@ -53,8 +57,15 @@ class CompareOptions:
 
     @property
     def batch(self) -> int:
-        """Pictures per batch that `batch_size` means here."""
-        return self.batch_size or (64 if self.quick else 256)
+        """Pictures per batch where nothing is known of the set."""
+        return self.batch_size or (_SMALLEST_BATCH if self.quick else _USUAL_BATCH)
+
+    def for_set_of(self, pictures: int) -> CompareOptions:
+        """Return these options with a batch size that `pictures` fill several times, if any."""
+        size = self.batch
+        while self.batch_size is None and _SMALLEST_BATCH < size > pictures // SMOKE_BATCHES:
+            size //= 2
+        return replace(self, batch_size=size)
 
     @property
     def where(self) -> str:

@@ -139,7 +139,9 @@ def train(
     options.check()
     if options.sweep:
         raise UsageError("sweep is for loaders alone: leave it out with train")
-    (_, workers), pixels = settings(options)[0], Pixels([file])
+    pixels = Pixels([file])
+    options = options.for_set_of(len(pixels))
+    ((_, workers),) = settings(options)
     model = given.chosen(options.where)
     params = {"model": model, "outputs": max(len(pixels.classes), 2)}
     taking_part, left_out = entries(_trained(params), pixels, options, workers)
