@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class PageLocked:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.bytes = np.frombuffer(_allocate(size), np.uint8)
         """uint8 (size,)."""
         self._device = device
         address = self.bytes.ctypes.data
@@ -57,6 +58,17 @@ class PageLocked:
         """Return the bytes as a CUDA tensor, which kernels read over the bus; it keeps them."""
         with torch.cuda.device(self._device):
             return torch.as_tensor(self, device=self._device)
+
+
+def _allocate(size: int) -> mmap.mmap:
+    """Return memory of the process's own, in large pages where the system has them."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _unregister(memory: Any, device: torch.device) -> None:

@@ -70,7 +70,8 @@ def tune(ds: H5Dataset, batch_size: int, *, seconds: float = 4.0, **options: Any
     given = sorted({"threads", "prefetch"} & set(options))
     if given:
         raise UsageError(f"tune() finds {' and '.join(given)}: leave it out")
-    if len(H5Loader(ds, batch_size, **options)) == 0:
+    probe = H5Loader(ds, batch_size, **options)  # what it holds for the device, all others share
+    if len(probe) == 0:
         other = "".join(f", {name}={value!r}" for name, value in options.items())
         raise UsageError(
             f"{len(ds)} samples, batch_size={batch_size}{other} leave nothing to measure"
