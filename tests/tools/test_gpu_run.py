@@ -249,3 +249,43 @@ def _decode_or_skip():
         decode_jpeg(data)
     except RuntimeError as ex:
         pytest.skip(f"torchvision cannot decode here: {ex}")
+
+
+class FakeGpu:
+    """Its memory, as torch.cuda tells of it."""
+
+    allocated, reserved, used, peak = 100, 300, 1000, 0
+
+    def memory_allocated(self, device):
+        return self.allocated
+
+    def memory_reserved(self, device):
+        return self.reserved
+
+    def mem_get_info(self, device):
+        return 9000 - self.used, 9000
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.allocated
+
+
+def test_memory_is_that_of_one_loader_among_several(gpu_run):
+    from gpu.memory import Share
+
+    gpu = FakeGpu()
+    share = Share(torch.device("cuda"), gpu)
+    before = share.now()
+    gpu.allocated, gpu.reserved, gpu.used = 600, 900, 1600  # pictures: torch took 600 of the driver
+    share.opened(before)
+    gpu.used = 1850  # and another library 250
+    share.tried(before)
+    assert (share.held, share.outside) == (500, 250)
+    for peak in (1400, 1300):
+        share.begin()
+        gpu.peak = peak
+        share.end(others=70)
+    assert share.total == 1400 - 70 + 250
+    assert Share(torch.device("cpu")).total is None

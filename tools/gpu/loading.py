@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gpu.memory import Share
 from gpu.ways import Way
 from h5feed.bench import measure
 from h5feed.train.config import TrainConfig
@@ -57,7 +58,7 @@ class _Taking:
     way: Way
     subject: _Steps | None = None
     windows: list[measure.Window] = field(default_factory=list)
-    device_bytes: int = 0
+    memory: Share | None = None
     error: str | None = None
 
 
@@ -94,7 +95,10 @@ def measure_loaders(
             print(f"round {turn + 1} of {repeats}", flush=True)
             for one in found:
                 expectation = expected(ceiling=one.way.ceiling)
-                _guarded(one, partial(_window, one, trial, expectation, seconds))
+                others = sum(other.memory.held for other in found if other.memory) - (
+                    one.memory.held if one.memory else 0
+                )
+                _guarded(one, partial(_window, one, expectation, seconds, others))
         for one in found:
             if one.subject is not None:
                 one.subject.close()
@@ -120,19 +124,21 @@ def _begin(
     expected: measure.Expectation,
     seconds: float,
 ) -> None:
+    one.memory = Share(trial.world.device)
+    before = one.memory.now()
     one.subject = opened(trial, one.way.open(trial))
+    one.memory.opened(before)
     measure.verify(one.subject, expected, seconds / 2)
+    one.memory.tried(before)
     measure.wait_until_idle()
 
 
-def _window(one: _Taking, trial: Trial, expected: measure.Expectation, seconds: float) -> None:
+def _window(one: _Taking, expected: measure.Expectation, seconds: float, others: int) -> None:
     assert one.subject is not None
-    cuda = trial.world.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    assert one.memory is not None
+    one.memory.begin()
     one.windows.append(measure.warm_window(one.subject, expected, seconds=seconds, settle=0.2))
-    if cuda:
-        one.device_bytes = max(one.device_bytes, torch.cuda.max_memory_allocated())
+    one.memory.end(others)
     measure.wait_until_idle()
 
 
@@ -155,6 +161,6 @@ def _row(one: _Taking, ceiling: float | None) -> dict[str, Any]:
         "cpu_seconds_per_1000": 1000 * sum(w.cpu_seconds for w in one.windows) / pictures
         if pictures
         else None,
-        "device_bytes": one.device_bytes or None,
+        "device_bytes": one.memory.total if one.memory else None,
         "error": one.error,
     }
