@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -160,7 +161,8 @@ def _renormalization(box: Rows, size: Rows, antialias: Rows) -> list[Any]:
     for axis, shape in ((0, (-1, 1, 1)), (1, (1, -1, 1))):
         outer = np.where(shrinks[:, axis], _outer_factor(box[:, axis], size[:, axis]), 1.0)
         lengths = np.where(antialias, size[:, axis], 1)  # the others do not come to see theirs
-        factors.append([_ends(n, f).reshape(shape) for n, f in zip(lengths, outer, strict=True)])
+        ends = zip(lengths.tolist(), outer.tolist(), strict=True)
+        factors.append([_ends(n, f).reshape(shape) for n, f in ends])
     region = [border.astype(np.float32), (border + box).astype(np.float32)]
     return [_ints(-border), _ints(box + 2 * border), *region, *factors]
 
@@ -178,7 +180,9 @@ def _outer_factor(length: Rows, resized: Rows) -> NDArray[np.float64]:
     return factor
 
 
+@lru_cache(maxsize=1024)
 def _ends(count: int, factor: float) -> NDArray[np.float32]:
+    """Return `count` ones, the outermost scaled. Most images of a batch ask for the same."""
     made = np.ones(count, np.float32)
     made[0] = made[-1] = factor
     return made
