@@ -35,6 +35,13 @@ def test_training(crop, size, stored, dense, expected):
     assert plain == expected[:-1]
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_padding_may_be_chosen(padding):
+    config = DataConfig(crop="random-crop", padding=padding)
+    expected = [RandomCrop(32, padding=padding), FLIP]
+    assert training_ops(config, 32, (32, 32), dense=False) == expected
+
+
 @pytest.mark.parametrize(
     ("crop", "size", "stored", "dense", "expected"),
     [

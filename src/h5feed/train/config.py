@@ -91,11 +91,13 @@ class DataConfig:
     crop: CropName = "auto"
     """random-resized (ImageNet's), random-crop (padded by an eighth: CIFAR's), or none;
     auto takes random-crop up to 64 px."""
+    padding: int = -1
+    """Black pixels around each picture before random-crop; -1 takes an eighth of its side."""
     flip: bool = True
     """Mirror half of the pictures, left to right."""
 
     def __post_init__(self) -> None:
-        at_least(self, -1, "workers")
+        at_least(self, -1, "workers", "padding")
         at_least(self, 1, "prefetch")
         at_least(self, 0, "size")
 

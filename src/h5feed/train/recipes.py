@@ -42,7 +42,8 @@ def training_ops(
     elif stored != (size, size):
         ops.append(Resize((size, size)))
     if crop == "random-crop":
-        ops.append(RandomCrop(size, padding=max(1, size // 8)))
+        padding = max(1, size // 8) if config.padding < 0 else config.padding
+        ops.append(RandomCrop(size, padding=padding))
     return [*ops, RandomHorizontalFlip()] if config.flip else ops
 
 
