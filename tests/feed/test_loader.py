@@ -14,6 +14,7 @@ from torch.utils.data import (
 )
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
+from h5feed.feed.fields import Augmented, WholeItems
 from h5feed.feed.random import Draws
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
 from packed import random_images, write_packed
@@ -136,9 +137,10 @@ def test_every_op_that_knows_no_batch_is_among_them():
 
 @pytest.mark.parametrize("on", ["cpu", "device"])
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
-def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on):
+def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on, monkeypatch):
     where = {"augment": ops, "augment_on": on, "views": 2}
     expected = load(ds, threads=1, batch_size=12, **where)
+    monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few pictures
     assert_same(load(ds, threads=8, batch_size=5, **where), expected)
     assert_same(load(ds, threads=2, batch_size=1, prefetch=5, **where), expected)
     ranks = [load(ds, 2, rank=rank, world_size=3, **where) for rank in range(3)]
@@ -146,11 +148,43 @@ def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_and_batches_change_no_pixel_of_any_store(tmp_path, kind):
+def test_threads_and_batches_change_no_pixel_of_any_store(tmp_path, kind, monkeypatch):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     expected = load(ds, augment=CROP, threads=1, batch_size=12, views=2)
+    monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few pictures
     assert_same(load(ds, augment=CROP, threads=8, batch_size=5, views=2), expected)
     assert_same(load(ds, augment=CROP, threads=2, batch_size=1, views=2), expected)
+
+
+@pytest.mark.parametrize(
+    ("ops", "side", "sizes"),
+    [
+        ((), 32, {256, 44}),
+        ((augment.RandomCrop(32, padding=4), augment.RandomHorizontalFlip()), 32, {256, 44}),
+        ((augment.ColorJitter(0.4),), 32, {38, 34}),  # real work: shared among the threads
+        ((augment.RandomHorizontalFlip(),), 80, {38, 34}),
+    ],
+    ids=["bytes", "windows", "pixels", "large"],
+)
+def test_small_pictures_are_copied_many_by_a_job(tmp_path, monkeypatch, ops, side, sizes):
+    ds = H5Dataset(write_packed(tmp_path / "a.h5", random_images(300, (side, side))))
+    filled = []
+    for field in (WholeItems, Augmented):
+        fill = field.fill
+        monkeypatch.setattr(
+            field, "fill", lambda self, i, *rest, f=fill: (filled.append(len(i)), f(self, i, *rest))
+        )
+    with H5Loader(ds, 300, augment=ops, threads=4) as loader:
+        for _ in loader:
+            pass
+    assert sum(filled) == 300
+    assert set(filled) == sizes
+
+
+def test_threads_change_no_pixel_of_a_mixed_batch(ds):
+    for mix in (augment.Mixup(), augment.CutMix()):
+        found = [load(ds, 6, augment=(*CROP, mix), threads=threads) for threads in (1, 8)]
+        assert_same(*found)
 
 
 @pytest.mark.parametrize("option", [{"seed": 1}, {"epoch": 1}])

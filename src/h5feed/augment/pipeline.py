@@ -71,6 +71,11 @@ class Pipeline:
         """Whether an op mixes the images of a batch (Mixup, CutMix), and the labels with them."""
         return self._plan.mix is not None
 
+    @property
+    def only_crops(self) -> bool:
+        """Whether bytes are cropped, resized and flipped, and nothing else happens to them."""
+        return len(self._stages) == 1
+
     def bind(
         self,
         field_hw: tuple[int, int] | None,

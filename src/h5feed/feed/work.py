@@ -86,7 +86,8 @@ class Work:
         self._slots = self._epoch.recipe.take_slots()
         count = len(self.indices)
         parts = _CHUNKS * self._epoch.pool.threads if self._slots else 1
-        size = -(-count // parts)
+        least = max((field.least for field in self._epoch.recipe.fields), default=1)
+        size = max(-(-count // parts), least)
         return [partial(self._chunk, a, min(a + size, count)) for a in range(0, count, size)]
 
     def _chunk(self, begin: int, end: int) -> None:
