@@ -1,6 +1,9 @@
 """Leaving off anywhere and going on elsewhere, with exactly what would have come."""
 
 import json
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -60,6 +63,36 @@ def test_what_is_left_comes_exactly(ds, elsewhere, order):
     padded = set(rest) & set(done)
     assert len(padded) < elsewhere.get("world_size", 1)
     assert_same(done | rest, expected)
+
+
+REST = """
+    import json, sys
+    import torch
+    from h5feed import H5Dataset, H5Loader
+    from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
+    path, out, state = sys.argv[1:]
+    ops = (RandomResizedCrop(16), RandomHorizontalFlip())
+    found = []
+    for rank in range(2):
+        loader = H5Loader(H5Dataset(path), 3, augment=ops, with_index=True, threads=5, rank=rank,
+                          world_size=2)
+        loader.load_state_dict(json.loads(state))
+        found += [[part.clone() for part in batch] for batch in loader]
+    torch.save(found, out)
+"""
+
+
+def test_a_new_process_goes_on_with_what_is_left(ds, tmp_path):
+    with make(ds, seed=5, threads=1) as loader:
+        expected = by_index(loader)
+        loader.set_epoch(0)
+        passed = iter(loader)
+        done = by_index([next(passed) for _ in range(7)])
+        state = json.dumps(loader.state_dict())
+    out = tmp_path / "rest.pt"
+    command = [sys.executable, "-c", textwrap.dedent(REST), ds.pixels.paths[0], str(out), state]
+    subprocess.run(command, check=True)
+    assert_same(done | by_index(torch.load(out)), expected)
 
 
 def test_prefetched_batches_are_not_lost(ds):
