@@ -1,0 +1,133 @@
+"""What decoding a part of a JPEG, or a smaller version of it, saves, and what it changes.
+
+    python tools/bench_decode.py FILE.h5 ...
+
+For each file packed with --store jpeg or original, and crops of several sizes: CPU time per image
+on one thread to decode the whole picture, only the part that the crop needs, and the smallest
+version that libjpeg-turbo's scaled decoding (1/2, 1/4, 1/8) offers above the crop's size; and how
+far the crop made of that version lies from the crop of the whole picture (antialiased both).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+
+from h5feed import H5Dataset
+from h5feed.augment import Pipeline, RandomResizedCrop
+from h5feed.augment.crop_cpu import crop_image
+from h5feed.bench.machine import describe, machine
+from h5feed.codec import decode_jpeg
+from h5feed.feed.random import Draws
+from h5feed.feed.schedule import Drawing
+from h5feed.feed.source import Pixels
+from h5feed.jpeg_header import read_orientation
+from h5feed.jpeg_region import decode_jpeg_region
+
+SIDES = (224, 112, 64, 32)
+ROUNDS = 5
+Box = tuple[int, int, int, int]
+
+
+def boxes_of(pixels: Pixels, items: np.ndarray, side: int) -> list[Box]:
+    """Return the boxes that RandomResizedCrop(side) reads of each picture."""
+    pipeline = Pipeline([RandomResizedCrop(side)])
+    pipeline.bind(None)
+    params = Drawing(pixels, pipeline)(Draws(0, 0, items), items)
+    return [tuple(row) for row in pipeline.source_rows(params).tolist()]
+
+
+def scaled(data: bytes, box: Box, side: int) -> np.ndarray:
+    """Decode the whole picture, as small as leaves the box at least `side` long each way."""
+    height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    most = max(1, min(box[2], box[3]) // side)
+    return simplejpeg.decode_jpeg(
+        data, "RGB", min_height=-(-height // most), min_width=-(-width // most), min_factor=1
+    )
+
+
+def crop(picture: np.ndarray, box: Box, of: tuple[int, int], side: int) -> np.ndarray:
+    """Resize a box of a picture of height and width `of` that is given smaller, antialiased."""
+    down, across = picture.shape[0] / of[0], picture.shape[1] / of[1]
+    y, x = round(box[0] * down), round(box[1] * across)
+    h, w = max(1, round(box[2] * down)), max(1, round(box[3] * across))
+    out = np.empty((side, side, 3), np.uint8)
+    row = [0, 0, h, w, side, side, 0, 0, side, side, 0, 1]
+    crop_image(row, picture[y : y + h, x : x + w], out, (0.0,))
+    return out
+
+
+def microseconds(work: Callable[[bytes, Box], object], jobs: list[tuple[bytes, Box]]) -> float:
+    """Return CPU time per job, the least of several rounds."""
+    found = []
+    for _ in range(ROUNDS):
+        began = time.thread_time()
+        for data, box in jobs:
+            work(data, box)
+        found.append((time.thread_time() - began) / len(jobs))
+    return min(found) * 1e6
+
+
+def measure(path: Path, count: int) -> None:
+    """Print the rows of one file."""
+    pixels = H5Dataset(path).pixels
+    spec = pixels.specs["images"]
+    items = np.random.default_rng(0).permutation(len(pixels))[:count]
+    data = {int(i): bytes(pixels.item("images", int(i))) for i in items}
+    upright = np.array([i for i in items if read_orientation(data[int(i)]) == 1])
+    shapes = pixels.stored_shapes
+    scratch = np.empty(int(shapes.max(axis=0).prod()) * 3, np.uint8)
+
+    def whole(content: bytes, box: Box) -> None:
+        height, width, *_ = simplejpeg.decode_jpeg_header(content)
+        decode_jpeg(content, scratch[: height * width * 3].reshape(height, width, 3))
+
+    print(f"\n{path.name}: store={spec.encoding}, {np.median(shapes, axis=0).astype(int)} pixels")
+    print("RandomResizedCrop   whole us  part us  scaled us  scaled crop: max, mean off, PSNR")
+    for side in SIDES:
+        jobs = [
+            (data[int(i)], box)
+            for i, box in zip(upright, boxes_of(pixels, upright, side), strict=True)
+        ]
+        times = [
+            microseconds(whole, jobs),
+            microseconds(lambda content, box: decode_jpeg_region(content, box, scratch), jobs),
+            microseconds(lambda content, box, side=side: scaled(content, box, side), jobs),
+        ]
+        off = np.array([distance(content, box, side) for content, box in jobs])
+        worst, mean, square = off.max(axis=0)[0], *np.median(off[:, 1:], axis=0)
+        psnr = 10 * np.log10(255**2 / max(square, 1e-9))
+        print(
+            f"{side:17} {times[0]:10.0f} {times[1]:8.0f} {times[2]:10.0f}"
+            f"{worst:15.0f}, {mean:.2f}, {psnr:.1f} dB"
+        )
+
+
+def distance(data: bytes, box: Box, side: int) -> tuple[float, float, float]:
+    """Return the largest, mean and mean squared difference that scaled decoding makes to a crop."""
+    full, small = decode_jpeg(data), scaled(data, box, side)
+    of = full.shape[:2]
+    off = crop(full, box, of, side).astype(float) - crop(small, box, of, side)
+    return float(np.abs(off).max()), float(np.abs(off).mean()), float((off**2).mean())
+
+
+def main() -> None:
+    """Measure every file given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--count", type=int, default=300, help="pictures (%(default)s)")
+    options = parser.parse_args()
+    print(describe(machine(options.files[0])))
+    for path in options.files:
+        measure(path, options.count)
+
+
+if __name__ == "__main__":
+    main()
