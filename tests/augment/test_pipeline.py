@@ -197,6 +197,8 @@ def test_pictures_of_several_sizes_between_two_ops_are_for_the_cpu():
 
 
 def test_wrong_settings_are_one_clear_error():
+    with pytest.raises(UsageError, match=r"augment=ToFloat\(.*\) is one op: give a list of ops"):
+        Pipeline(ToFloat())
     with pytest.raises(UsageError, match="antialias='no' must be True, False or \"auto\""):
         Pipeline([], antialias="no")
     with pytest.raises(UsageError, match="views=0 must be at least 1"):

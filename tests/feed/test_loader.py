@@ -428,6 +428,7 @@ def test_small_sets_and_empty_ones(tmp_path):
         ({"rank": 2, "world_size": 2}, "rank=2 is not in 0 to world_size-1=1"),
         ({"augment_on": "gpu"}, "augment_on='gpu' is none of"),
         ({"device": "meta"}, "device='meta' is not one H5Loader sends to"),
+        ({"device": "gpu"}, "device='gpu' is not one H5Loader sends to: cpu or cuda"),
         ({"tail": "cut"}, "tail='cut' is none of pad, drop"),
         ({"on_error": "ignore"}, "on_error='ignore' is none of raise, skip"),
         ({"lookahead": -1}, "lookahead=-1"),

@@ -40,6 +40,8 @@ class Pipeline:
             raise UsageError(f'antialias={antialias!r} must be True, False or "auto"')
         if views < 1:
             raise UsageError(f"views={views} must be at least 1")
+        if isinstance(ops, Op):
+            raise UsageError(f"augment={ops!r} is one op: give a list of ops, augment=[...]")
         self.ops = tuple(ops)
         self.views = views
         self._plan = Plan(self.ops, antialias)

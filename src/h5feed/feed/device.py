@@ -195,7 +195,10 @@ class CudaLane:
 
 def open_lane(device: str | torch.device) -> Lane:
     """Return the lane to `device`; UsageError for one that is neither the CPU nor CUDA."""
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:  # torch lists all the names it knows
+        wanted = torch.device("meta")
     if wanted.type == "cpu":
         return HostLane()
     if wanted.type != "cuda":
