@@ -21,7 +21,9 @@ from h5feed.train.distributed import (
     under_torchrun,
 )
 from h5feed.train.log import read_metrics
-from train.helpers import make_config, make_data, make_pictures
+from h5feed.train.setup import build_step
+from h5feed.train.tasks import make_task
+from train.helpers import make_config, make_data, make_pictures, tiny
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -198,3 +200,13 @@ def test_torchrun_is_known_by_its_environment(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert under_torchrun()
+
+
+def test_each_process_has_dropout_masks_of_its_own(tmp_path):
+    config, draws = make_config(tmp_path), []
+    task = make_task("classification", config.loss, 4)
+    for rank in (0, 1, 1):
+        world = World(rank=rank, size=1, device=CPU)
+        build_step(config, tiny(4), task, world, "fp32", total_steps=10)
+        draws.append(torch.rand(8).tolist())
+    assert draws[0] != draws[1] == draws[2]
