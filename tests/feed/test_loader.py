@@ -14,6 +14,7 @@ from torch.utils.data import (
 )
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
+from h5feed.feed import fields
 from h5feed.feed.fields import Augmented, WholeItems
 from h5feed.feed.random import Draws
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
@@ -223,6 +224,31 @@ def test_views_differ_and_each_is_a_function_of_the_sample(ds, on):
     assert_same(load(ds, 12, augment=CROP, views=2, augment_on=on, threads=1), found)
 
 
+@pytest.mark.parametrize(
+    ("kind", "on", "decode"),
+    [
+        ("jpeg", "cpu", "decode_jpeg_region"),
+        ("original", "cpu", "decode_jpeg"),
+        ("jpeg", "device", "decode_jpeg"),
+    ],
+)
+def test_views_are_made_of_one_decoding(tmp_path, monkeypatch, kind, on, decode):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
+    real, calls = getattr(fields, decode), []
+    monkeypatch.setattr(fields, decode, lambda *args: (calls.append(1), real(*args))[1])
+    load(ds, augment=CROP, views=3, augment_on=on)
+    assert len(calls) == 12
+
+
+def test_views_of_bytes_for_a_device_are_read_once(ds, monkeypatch):
+    copied, take = [], np.take
+    monkeypatch.setattr(
+        np, "take", lambda a, *rest, **o: (copied.append(a), take(a, *rest, **o))[1]
+    )
+    load(ds, augment=CROP, views=3, augment_on="device", batch_size=12)
+    assert sum(a.ndim == 4 for a in copied) == 1
+
+
 @pytest.fixture
 def masked(tmp_path):
     """Pictures whose every channel is the mask itself."""
@@ -312,6 +338,15 @@ def test_indices_and_samplers(ds):
     assert len(order_of(ds, sampler=weighted)) == 40
     assert order_of(ds, sampler=weighted) == order_of(ds, sampler=weighted)
     assert order_of(ds, sampler=weighted) != order_of(ds, sampler=weighted, seed=1)
+
+
+def test_a_sampler_balances_classes(tmp_path):
+    labels = np.array([0] * 90 + [1] * 10)
+    ds = H5Dataset(write_packed(tmp_path / "a.h5", random_images(100), labels=labels))
+    weights = 1 / np.bincount(labels)[labels]
+    with H5Loader(ds, 50, sampler=WeightedRandomSampler(weights, 1000)) as loader:
+        ones = sum(int(label.sum()) for _, label in loader)
+    assert abs(ones - 500) < 4 * 1000**0.5 / 2  # standard deviations
 
 
 def test_a_sampler_leaves_the_callers_random_numbers_alone(ds):
