@@ -23,6 +23,8 @@ def load_trained(path: str | os.PathLike[str]) -> nn.Module:
     model = build_model(facts["model"], facts["num_outputs"])
     for name in facts["dropped_biases"]:
         model.get_submodule(name).register_parameter("bias", None)
-    net = Network(model, state["net"]["mean"].flatten(), state["net"]["std"].flatten())
+    # Copies: torch refuses to load a saved buffer into its own memory under other strides.
+    mean, std = (state["net"][name].flatten().clone() for name in ("mean", "std"))
+    net = Network(model, mean, std)
     net.load_state_dict({**state["net"], **state.get("ema", {})})
     return net.eval()
