@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from h5feed._optional import require
 from h5feed.errors import UsageError
 from h5feed.train.models import OWN_MODELS, Network, build_model
 from h5feed.train.networks import ResNet9, UNet
@@ -76,6 +77,18 @@ def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ImportError, match=r'timm is not installed.*pip install "h5feed\[train\]"'):
         build_model("timm:resnet18", 7)
+
+
+def test_a_library_built_for_another_torch_is_one_sentence(tmp_path, monkeypatch):
+    text = "operator torchvision::nms does not exist"
+    (tmp_path / "built_for_another.py").write_text(f"raise RuntimeError({text!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError) as caught:
+        require("built_for_another.models", "train")
+    assert str(caught.value) == (
+        f"built_for_another is installed and cannot be imported ({text}): install the build of it "
+        "that was made for this torch"
+    )
 
 
 def test_a_users_own_function(tmp_path, monkeypatch):
