@@ -132,6 +132,25 @@ def test_an_error_in_a_thread_reaches_the_caller(ds, monkeypatch):
         assert list(passed) == []
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from 3.11 on")
+@pytest.mark.parametrize("masks", [False, True])
+def test_an_error_of_target_transform_names_the_item(tmp_path, masks):
+    def fails(target):
+        if target != 1 if not masks else (target == 1).all():
+            raise ValueError("mine")
+
+    kinds = [np.full((32, 32, 1), k, np.uint8) for k in range(6)]
+    images = [smooth(32, 32, k) for k in range(6)]
+    options = {"masks": kinds} if masks else {}
+    path = write_packed(tmp_path / "a.h5", images, labels=np.array([1, 0] * 3), **options)
+    loader = H5Loader(H5Dataset(path, target_transform=fails), 3, shuffle=False)
+    with pytest.raises(ValueError, match="mine") as caught:
+        list(loader)
+    assert caught.value.__notes__ == [
+        f"target_transform was at the target of {path}: item 1 of /images (key '1/ü1.png')"
+    ]
+
+
 def test_an_error_while_planning_reaches_the_caller(ds):
     ops = (augment.RandomCrop(40),)  # larger than the pictures
     with H5Loader(ds, 4, augment=ops) as loader, pytest.raises(Exception, match="40"):

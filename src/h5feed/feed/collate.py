@@ -59,11 +59,23 @@ def _check_sizes(images: Sequence[Tensor]) -> None:
         )
 
 
-def transform_targets(targets: Any, transform: Callable[[Any], Any] | None) -> Any:
-    """Return a batch's targets, a tensor or one for each view, each target changed by itself."""
+def transform_targets(
+    targets: Any, transform: Callable[[Any], Any] | None, name: Callable[[int], str]
+) -> Any:
+    """Return a batch's targets, a tensor or one for each view, each target changed by itself.
+
+    What `transform` raises goes on, with a note (from Python 3.11 on) of the item: `name(k)`.
+    """
     if transform is None:
         return targets
     if isinstance(targets, tuple):
-        return tuple(transform_targets(view, transform) for view in targets)
-    single = targets.tolist() if targets.dim() == 1 else targets
-    return default_collate([transform(target) for target in single])
+        return tuple(transform_targets(view, transform, name) for view in targets)
+    made = []
+    for k, target in enumerate(targets.tolist() if targets.dim() == 1 else targets):
+        try:
+            made.append(transform(target))
+        except Exception as ex:
+            if hasattr(ex, "add_note"):
+                ex.add_note(f"target_transform was at the target of {name(k)}")
+            raise
+    return default_collate(made)

@@ -119,17 +119,18 @@ class Recipe:
         return _one_or_all(views)
 
     def _target(self, indices: Indices, masks: dict[str, Any], params: Params | None) -> Any:
+        def name(k: int) -> str:
+            return self.pixels.place("images", int(indices[k]))
+
         if not masks:
-            labels = transform_targets(
-                torch.from_numpy(np.take(self.pixels.labels, indices, axis=0)),
-                self._target_transform,
-            )
+            labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
+            labels = transform_targets(labels, self._target_transform, name)
             if params is not None and self.pipeline is not None:
                 labels = self.pipeline.mix_labels(params, labels)
             return self._small(labels)
         if len(masks) > 1:
             return masks
-        return transform_targets(next(iter(masks.values())), self._target_transform)
+        return transform_targets(next(iter(masks.values())), self._target_transform, name)
 
     def _small(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and tensor.device != self.lane.device:

@@ -148,11 +148,14 @@ class Pixels:
 
     def damaged(self, field: str, index: int, what: str, then: str = "") -> DamagedItemError:
         """Make the error that names file, field, index in that file, and key of an item."""
-        number, local = self.locate(index)
         return DamagedItemError(
-            f"{self.paths[number]}: item {local} of /{field} (key {self.key(index)!r}) {what}; "
-            f"check-h5 lists every damaged item{then}"
+            f"{self.place(field, index)} {what}; check-h5 lists every damaged item{then}"
         )
+
+    def place(self, field: str, index: int) -> str:
+        """Say which item that is: file, index in that file, key."""
+        number, local = self.locate(index)
+        return f"{self.paths[number]}: item {local} of /{field} (key {self.key(index)!r})"
 
     @property
     def name(self) -> str:

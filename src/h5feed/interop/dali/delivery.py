@@ -47,15 +47,18 @@ class Delivery:
         return output.permute(0, 3, 1, 2).to(self._dtype)
 
     def _target(self, masks: list[Any], labels: torch.Tensor, indices: torch.Tensor) -> Any:
+        def name(k: int) -> str:
+            return self._pixels.place("images", int(indices[k]))
+
         transform = self._target_transform
         if len(masks) > 1:
             return dict(zip(self._masks, masks, strict=True))
         if masks:
-            return transform_targets(masks[0], transform)
+            return transform_targets(masks[0], transform, name)
         if transform is None:
             return labels[:, 0] if labels.dtype == torch.int64 else labels
         labels = torch.from_numpy(self._pixels.labels[indices.numpy()])
-        made = transform_targets(labels, transform)
+        made = transform_targets(labels, transform, name)
         return made.to(self._device) if isinstance(made, torch.Tensor) else made
 
 
