@@ -42,7 +42,7 @@ def test_the_tools_take_a_runs_options_from_its_config(packed, tmp_path, capsys)
 def test_find_lr_says_what_to_try_or_that_it_has_nothing(packed, capsys):
     assert main(["find-lr", packed, *SMALL, "--steps", "12"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(("try --lr ", "no suggestion: the loss never fell over "))
+    assert said.startswith(("try --lr ", "no suggestion: the loss, smoothed, never fell over "))
 
 
 def test_find_batch_names_a_size_and_the_option_that_scales_the_rate(packed, capsys):

@@ -49,7 +49,10 @@ def _find(command: _Command) -> None:
 def _in_words(curve: LrCurve) -> str:
     tried = f"{len(curve.rates)} rates from {curve.rates[0]:.1e} to {curve.rates[-1]:.1e}"
     if curve.suggestion is None:
-        return f"no suggestion: the loss never fell over {tried}; try --lowest and --highest"
+        return (
+            f"no suggestion: the loss, smoothed, never fell over {tried}; try more --steps, or "
+            "another --lowest and --highest"
+        )
     ended = ", where the loss exploded" if curve.exploded else ""
     return (
         f"try --lr {curve.suggestion:.1e}: there the loss falls fastest; it is lowest at "
