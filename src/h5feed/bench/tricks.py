@@ -106,6 +106,7 @@ TRICKS: tuple[Trick, ...] = (
     Trick(name="packed file", apply=packed, needs=_folder),
     Trick(name="H5Loader", apply=_h5loader, needs=_torchvision),
     Trick(name="crop on the GPU", apply=_switch("data", augment_on="device"), needs=_cuda),
+    Trick(name="pictures on the GPU", apply=_switch("data", residency="auto"), needs=_cuda),
     Trick(
         name="cuDNN autotuner",
         apply=_switch("speed", cudnn_benchmark=True),
@@ -181,6 +182,7 @@ def plain(config: TrainConfig, images: Path | None) -> TrainConfig:
         pin_memory=False,
         persistent_workers=False,
         augment_on="cpu",
+        residency="stream",
     )
     return replace(
         config,

@@ -73,7 +73,7 @@ def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
         report(run, epoch)
         is_best = score_epoch(run, epoch)
         if epoch + 1 < config.epochs:
-            run.loaders.at(epoch + 1)
+            run.loaders.at(epoch + 1)  # what is saved now goes on with the next epoch
         save(run, epoch, best=is_best)
 
 
