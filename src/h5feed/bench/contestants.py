@@ -40,6 +40,9 @@ class Contestant:
         return self.factory == FOLDER or self.params.get("inner") == FOLDER
 
 
+_NOT_QUICK = "left out of a quick look"
+
+
 def _needs_folder(_: Pixels, options: CompareOptions) -> str | None:
     return None if options.images else "give --images DIR to measure the folder of files as well"
 
@@ -67,11 +70,13 @@ def _needs_dali(_: Pixels, options: CompareOptions) -> str | None:
         installed = False
     if not installed:
         return 'NVIDIA DALI is not installed: pip install "h5feed[dali]"'
-    return "left out of a quick look" if options.quick else None
+    return _NOT_QUICK if options.quick else None
 
 
-def _needs_plain_copies(pixels: Pixels, _: CompareOptions) -> str | None:
-    return None if pixels.specs["images"].is_fixed else "pictures have different sizes in bytes"
+def _needs_plain_copies(pixels: Pixels, options: CompareOptions) -> str | None:
+    if not pixels.specs["images"].is_fixed:
+        return "pictures have different sizes in bytes"
+    return _NOT_QUICK if options.quick else None
 
 
 _SUBJECTS = "h5feed.bench.subjects"
