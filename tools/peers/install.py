@@ -7,7 +7,8 @@ named with the last lines of pip's answer and the script exits 1; the others are
 same, and tools/peers/run.py reports the missing ones as missing.
 
 FFCV compiles against OpenCV and TurboJPEG: on Debian and Ubuntu first
-`apt-get install build-essential pkg-config libopencv-dev libturbojpeg0-dev`.
+`apt-get install build-essential pkg-config libopencv-dev libturbojpeg0-dev`. SPDL decodes with the
+system's FFmpeg libraries: `apt-get install ffmpeg`.
 To choose the PyTorch build, set pip's own PIP_CONSTRAINT or PIP_EXTRA_INDEX_URL.
 """
 

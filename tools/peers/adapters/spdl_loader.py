@@ -37,6 +37,8 @@ class Adapter(TorchLoader):
         super().__init__(None, params["data"])
         self.params = params
         self.pictures = pictures(params["data"])
+        # The pipeline only logs what a stage raises: without FFmpeg it would deliver nothing.
+        self._decode(self.pictures[0])
 
     def _decode(self, item: Picture) -> tuple[Any, int]:
         import spdl.io
