@@ -72,17 +72,6 @@ def test_bytes_do_not_depend_on_the_workers(folder, out, count, monkeypatch):
     assert names(out.parent) == ["x.h5"]
 
 
-@pytest.mark.parametrize("options", [{}, {"store": "jpeg"}, {"fit": "keep"}])
-def test_payloads_are_gathered_to_the_byte(folder, out, monkeypatch, options):
-    """Of any size: many to a write, several writes to one."""
-    pack(folder, out, size=SIZE, workers=0, **options)
-    expected = sha256(out)
-    for size in (1000, 5000, 1 << 20):
-        monkeypatch.setattr(blocks, "_BLOCK_BYTES", size)
-        pack(folder, out, size=SIZE, workers=0, overwrite=True, **options)
-        assert sha256(out) == expected
-
-
 def test_pixels_labels_and_keys_are_in_source_order_without_holes(folder, out):
     make_folder(folder, broken=(0, 7, 23))
     summary = pack(folder, out, size=SIZE, workers=2)

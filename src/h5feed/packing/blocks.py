@@ -10,6 +10,7 @@ __all__ = ["PayloadFiles", "blocks"]
 
 _BLOCK_BYTES = 4 << 20
 _MOST = 256
+_JOIN_BELOW = 64 << 10
 
 
 def blocks(start: int, stop: int, workers: int, spec: FieldSpec) -> Iterator[tuple[int, int]]:
@@ -32,17 +33,12 @@ def blocks(start: int, stop: int, workers: int, spec: FieldSpec) -> Iterator[tup
 
 
 class PayloadFiles:
-    """The files that pixels are written to, one per field, opened by each process for itself.
-
-    Payloads are gathered and written 4 MB at a time: of calls of 200 kB, bringing pixels into the
-    page cache took twice the CPU time (Linux 6.18, ext4), a sixth of all that packing needs.
-    """
+    """The files that pixels are written to, one per field, opened by each process for itself."""
 
     def __init__(self, paths: Sequence[Path], heads: Sequence[int]) -> None:
         # Python's own buffer would only copy once more.
         self._files = [path.open("r+b", buffering=0) for path in paths]
         self._heads = heads
-        self._gathered = memoryview(bytearray(_BLOCK_BYTES))
 
     def __enter__(self) -> "PayloadFiles":
         return self
@@ -55,22 +51,14 @@ class PayloadFiles:
         """Write each field's payloads back to back from its place on (bytes after the head)."""
         for file, head, at, field in zip(self._files, self._heads, places, payloads, strict=True):
             file.seek(head + at)
-            for size in self._gather(field):
-                left = self._gathered[:size]
+            for chunk in _chunks(field):
+                left = memoryview(chunk)
                 while left:
                     left = left[file.write(left) :]
 
-    def _gather(self, payloads: Sequence[Payload]) -> Iterator[int]:
-        """Fill the buffer with payloads again and again; yield how many bytes are in it."""
-        size = 0
-        for payload in payloads:
-            left = memoryview(payload)
-            while left:
-                part = left[: _BLOCK_BYTES - size]
-                self._gathered[size : size + len(part)] = part
-                size, left = size + len(part), left[len(part) :]
-                if size == _BLOCK_BYTES:
-                    yield size
-                    size = 0
-        if size:
-            yield size
+
+def _chunks(payloads: Sequence[Payload]) -> Sequence[Payload]:
+    """Join small payloads: a call to the system costs as much as copying some kilobytes."""
+    if payloads and len(payloads[0]) < _JOIN_BELOW:
+        return [b"".join(payloads)]
+    return payloads
