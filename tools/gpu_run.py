@@ -32,7 +32,8 @@ from gpu.loading import measure_loaders
 from gpu.ops import measure_ops
 from gpu.ways import ways
 from h5feed.bench import machine
-from h5feed.bench.ablate import AblateOptions, ablate
+from h5feed.bench.ablate import ablate
+from h5feed.bench.ablation import AblateOptions
 from h5feed.bench.ablate_report import as_dict as ablation_dict
 from h5feed.cores import available_cores
 from h5feed.store import read_index

@@ -12,9 +12,10 @@ PEERS = Path(__file__).parents[2] / "tools/peers"
 
 @pytest.fixture(scope="module", autouse=True)
 def _importable():
-    sys.path[:0] = [str(PEERS), str(PEERS / "adapters")]
+    folders = [str(PEERS), str(PEERS / "adapters"), str(PEERS.parent)]
+    sys.path[:0] = folders
     yield
-    for name in (str(PEERS), str(PEERS / "adapters")):
+    for name in folders:
         sys.path.remove(name)
 
 
@@ -103,7 +104,7 @@ RATES = {"FFCV": 500.0, "h5feed": 2000.0, "LitData": None, "bare crop loop": 250
 
 
 def test_table_has_a_row_per_rival_fastest_first():
-    from readme_table import table
+    from peers_table import table
 
     rows = [line for line in table([result("raw", 2, RATES)]).splitlines() if line[0:1] == "|"]
     names = [row.split("|")[1].strip() for row in rows[2:]]
@@ -116,12 +117,17 @@ def test_table_has_a_row_per_rival_fastest_first():
     assert "FFCV stores 0.72 of the pixels" in table([result("raw", 2, RATES)])
 
 
-def test_table_replaces_just_what_is_between_the_marks():
-    from readme_table import BEGIN, END, put
+def test_the_table_is_printed_or_put_between_the_marks(tmp_path, capsys):
+    from peers_table import main
 
-    assert put("new", f"a\n{BEGIN}\nold\n{END}\nb") == f"a\n{BEGIN}\nnew\n{END}\nb"
-    with pytest.raises(ValueError, match="lacks <!-- peers --> or <!-- /peers -->"):
-        put("new", "no marks")
+    found, page = tmp_path / "peers.json", tmp_path / "README.md"
+    found.write_text(json.dumps([result("raw", 2, RATES)]))
+    assert main([str(found)]) == 0
+    printed = capsys.readouterr().out
+    assert "| LitData |" in printed
+    page.write_text("a\n<!-- peers: begin -->\nold\n<!-- peers: end -->\nb")
+    assert main([str(found), "--readme", str(page)]) == 0
+    assert page.read_text() == f"a\n<!-- peers: begin -->\n{printed}<!-- peers: end -->\nb"
 
 
 def test_results_of_a_setting_replace_its_former_ones(tmp_path):

@@ -1,21 +1,21 @@
-"""Turn run.py's JSON into the README's table, between two marks.
+"""Turn the JSON of tools/peers/run.py into a page's table.
 
-    python tools/peers/readme_table.py benchmarks/peers.json README.md
+    python tools/peers_table.py benchmarks/peers.json --readme README.md
 
-replaces what stands between `<!-- peers -->` and `<!-- /peers -->`; without a second argument the
-table is printed. With --check nothing is written: exit 1 if the README does not say what the JSON
-says.
+--readme replaces what stands between `<!-- peers: begin -->` and `<!-- peers: end -->`; without it
+the table is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
+from _marks import put_into
+
 HEADS = {"raw": "raw 256 px", "jpeg": "JPEG 256 px", "original": "original files"}
 
 
@@ -89,37 +89,19 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, *rows, "", _foot(raw)])
 
 
-def put(text: str, readme: str) -> str:
-    """Return `readme` with `text` between the marks.
-
-    Raises:
-        ValueError: The marks are not there.
-    """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the file lacks {BEGIN} or {END}: put both where the table belongs")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
-
-
-def main() -> int:
-    """Print the table, write it, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path)
-    parser.add_argument("readme", type=Path, nargs="?")
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
+def main(given: Sequence[str] | None = None) -> int:
+    """Print the table, or put it into its page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("json", type=Path, help="what tools/peers/run.py --json wrote")
+    parser.add_argument("--readme", type=Path, help="the page to put the table into")
+    options = parser.parse_args(given)
     text = table(json.loads(options.json.read_text()))
     if options.readme is None:
         print(text)
-        return 0
-    old = options.readme.read_text()
-    new = put(text, old)
-    if options.check:
-        if old != new:
-            print(f"{options.readme} does not say what {options.json} says", file=sys.stderr)
-        return int(old != new)
-    options.readme.write_text(new)
+    else:
+        put_into(options.readme, "peers", text)
     return 0
 
 
