@@ -3,9 +3,11 @@
     python tools/bench_pack.py PHOTOS [--repeat 4] [--ffcv /path/to/python]
 
 Both use the same pictures, the same functions and as many processes, in turns; what is shown
-are medians of `--rounds`. "whole" is the time from call to return, start-up and all; "steady"
-leaves the start-up out: (long run − short run) per picture. With --ffcv, an interpreter that
-has FFCV packs the same pictures with its DatasetWriter (raw, longest side at most --size).
+are medians of `--rounds`. "pool + write" is the pool that also writes its pixels, each to its
+place of one file: what is left of the difference is packing's own. "whole" is the time from
+call to return, start-up and all; "steady" leaves the start-up out: (long run − short run) per
+picture. With --ffcv, an interpreter that has FFCV packs the same pictures with its DatasetWriter
+(raw, longest side at most --size).
 """
 
 import argparse
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cv2
 import torch
@@ -37,23 +40,37 @@ def decode_and_resize(spec: FieldSpec, path: bytes) -> int:
     return len(pixels)
 
 
+def decode_and_write(spec: FieldSpec, out: str, job: tuple[int, bytes]) -> int:
+    """Do the same, and write the pixels to their place."""
+    number, path = job
+    pixels, _ = fit_image(decode_rgb(Path(os.fsdecode(path)).read_bytes()), spec)
+    descriptor = os.open(out, os.O_WRONLY)
+    try:
+        return os.pwrite(descriptor, pixels.data, number * spec.item_bytes)
+    finally:
+        os.close(descriptor)
+
+
 def single_thread() -> None:
     """Set a worker up as packing does."""
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
 
 
-def time_pool(source: Path, size: int, workers: int) -> float:
+def time_pool(source: Path, size: int, workers: int, *, write: bool = False) -> float:
     """Seconds of a bare pool over the pictures of `source`."""
-    began = time.perf_counter()
-    pictures = open_source(source)
-    (spec,) = field_specs(PackOptions(), (size, size))
-    work = partial(decode_and_resize, spec)
-    paths = [pictures.path(index) for index in range(len(pictures))]
-    with multiprocessing.get_context("fork").Pool(workers, single_thread) as pool:
-        for _ in pool.imap_unordered(work, paths, chunksize=16):
-            pass
-    return time.perf_counter() - began
+    with tempfile.NamedTemporaryFile(dir=source.parent) as out:
+        began = time.perf_counter()
+        pictures = open_source(source)
+        (spec,) = field_specs(PackOptions(), (size, size))
+        jobs: list[Any] = [pictures.path(index) for index in range(len(pictures))]
+        work: Callable[[Any], int] = partial(decode_and_resize, spec)
+        if write:
+            work, jobs = partial(decode_and_write, spec, out.name), list(enumerate(jobs))
+        with multiprocessing.get_context("fork").Pool(workers, single_thread) as pool:
+            for _ in pool.imap_unordered(work, jobs, chunksize=16):
+                pass
+        return time.perf_counter() - began
 
 
 def time_pack(source: Path, size: int, workers: int) -> float:
@@ -98,6 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     subjects: dict[str, Callable[[Path], float]] = {
         "bare pool": lambda source: time_pool(source, args.size, args.workers),
+        "pool + write": lambda s: time_pool(s, args.size, args.workers, write=True),
         "pack": lambda source: time_pack(source, args.size, args.workers),
     }
     if args.ffcv:
@@ -118,7 +136,7 @@ def main() -> None:
 def report(rounds: dict[str, list[tuple[float, float]]], count: int, repeat: int) -> None:
     """Print img/s, and the median of each round's share of the bare pool."""
     print(f"{count} and {count * repeat} pictures, {len(rounds['pack'])} rounds, medians, img/s")
-    print(f"{'':12}{'whole':>8}{'':>7}{'steady':>10}")
+    print(f"{'':14}{'whole':>8}{'':>7}{'steady':>10}")
     bound = rounds["bare pool"]
     for name, seconds in rounds.items():
         whole = statistics.median(count * repeat / long for _, long in seconds)
@@ -126,7 +144,7 @@ def report(rounds: dict[str, list[tuple[float, float]]], count: int, repeat: int
         pairs = list(zip(seconds, bound, strict=True))
         share = statistics.median(b[1] / s[1] for s, b in pairs)
         steady_share = statistics.median((b[1] - b[0]) / (s[1] - s[0]) for s, b in pairs)
-        print(f"{name:12}{whole:8.0f}{share:7.2f}{steady:10.0f}{steady_share:7.2f}")
+        print(f"{name:14}{whole:8.0f}{share:7.2f}{steady:10.0f}{steady_share:7.2f}")
 
 
 if __name__ == "__main__":
