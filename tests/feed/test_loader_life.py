@@ -205,8 +205,14 @@ def test_skip_needs_one_whole_sample(tmp_path):
     with H5Loader(ds, 4, augment=CROP, shuffle=False, on_error="skip") as loader:
         passed = iter(loader)
         next(passed)
-        with pytest.raises(DamagedItemError, match="item 4 of /images"):
+        with pytest.raises(DamagedItemError) as caught:
             next(passed)
+    text = str(caught.value)
+    assert "item 4 of /images (key '0/ü4.png') cannot be decoded: " in text
+    assert text.endswith(
+        'check-h5 lists every damaged item; on_error="skip" found no whole item in this batch of 4 '
+        "to stand in: give a larger batch_size, or indices without the damaged items"
+    )
 
 
 # --- leaks --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from h5feed.codec import decode_jpeg
 from h5feed.errors import DamagedItemError
 from h5feed.feed.slots import Ring, Slot
 from h5feed.feed.source import Pixels
+from h5feed.feed.substitute import GO_ON
 from h5feed.jpeg_region import decode_jpeg_region
 
 __all__ = ["Field"]
@@ -49,14 +50,9 @@ class Field:
         """
         raise NotImplementedError
 
-    def damaged(self, index: int, reason: Exception) -> DamagedItemError:
+    def damaged(self, index: int, reason: object, then: str = GO_ON) -> DamagedItemError:
         """Make the error that names file, field, index and key of an item."""
-        return self.pixels.damaged(
-            self.name,
-            index,
-            f"cannot be decoded: {reason}",
-            then=', and on_error="skip" goes on without them',
-        )
+        return self.pixels.damaged(self.name, index, f"cannot be decoded: {reason}", then)
 
 
 class WholeItems(Field):

@@ -7,9 +7,12 @@ from numpy.typing import NDArray
 
 from h5feed.augment import Params
 
-__all__ = ["copy_rows", "substitutes"]
+__all__ = ["GO_ON", "copy_rows", "none_whole", "substitutes"]
 
 Rows = NDArray[np.int64]
+
+GO_ON = ', and on_error="skip" goes on without them'
+"""What to do about a damaged item, in the words that end its error."""
 
 
 def substitutes(count: int, bad: Rows) -> Rows | None:
@@ -19,6 +22,14 @@ def substitutes(count: int, bad: Rows) -> Rows | None:
     """
     whole = np.setdiff1d(np.arange(count), bad)
     return whole[np.searchsorted(whole, bad) % len(whole)] if len(whole) else None
+
+
+def none_whole(count: int) -> str:
+    """Return what to say instead of GO_ON where a batch of `count` has no whole item."""
+    return (
+        f'; on_error="skip" found no whole item in this batch of {count} to stand in: give a '
+        "larger batch_size, or indices without the damaged items"
+    )
 
 
 def copy_rows(params: Params | None, bad: Rows, instead: Rows) -> None:

@@ -17,7 +17,7 @@ from h5feed.feed.fields import Field
 from h5feed.feed.pool import Job, Pool
 from h5feed.feed.recipe import Recipe
 from h5feed.feed.slots import Slot
-from h5feed.feed.substitute import copy_rows, substitutes
+from h5feed.feed.substitute import copy_rows, none_whole, substitutes
 
 __all__ = ["Epoch", "Work"]
 
@@ -63,7 +63,7 @@ class Work:
         self._epoch = epoch
         self._lock = threading.Lock()
         self._chunks = 0
-        self._damage: dict[int, DamagedItemError] = {}
+        self._damage: dict[int, tuple[Field, DamagedItemError]] = {}
         self._params: Params | None = None
         self._slots: Sequence[Sequence[Slot]] = ()
 
@@ -112,7 +112,7 @@ class Work:
             try:
                 field.fill(self.indices[k : k + 1], self._params, k, slots)
             except DamagedItemError as ex:
-                self._damage[k] = ex
+                self._damage[k] = field, ex
 
     def _finish(self) -> None:
         if self.error is None and not self._epoch.cancelled:
@@ -136,7 +136,10 @@ class Work:
         bad = np.array(sorted(self._damage))
         instead = substitutes(len(self.indices), bad)
         if instead is None:
-            raise self._damage[0]
+            field, ex = self._damage[0]
+            raise field.damaged(
+                int(self.indices[0]), ex.__cause__, none_whole(len(self.indices))
+            ) from ex.__cause__
         for slot in (slot for slots in self._slots for slot in slots):
             slot.rows[bad] = slot.rows[instead]
         self.indices = self.indices.copy()

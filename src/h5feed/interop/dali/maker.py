@@ -15,6 +15,7 @@ from h5feed.errors import UsageError
 from h5feed.feed.order import Order
 from h5feed.feed.source import Pixels
 from h5feed.feed.steps import Steps
+from h5feed.feed.substitute import GO_ON, none_whole
 from h5feed.interop.dali._library import dali, fn
 from h5feed.interop.dali.agenda import Agenda
 from h5feed.interop.dali.carried import make_steps
@@ -133,11 +134,12 @@ class Maker:
         self._idle = None
         return bool(found)
 
-    def check(self, indices: NDArray[np.int64]) -> None:
+    def check(self, indices: NDArray[np.int64], on_damage: OnDamage) -> None:
         """Raise DamagedItemError where a row holds no picture: its index i is given as ~i."""
         marked = indices[indices < 0]
         if len(marked):
-            raise damaged_item(self.pixels, self._source(), ~int(marked[0]))
+            then = none_whole(len(indices)) if on_damage == "skip" else GO_ON
+            raise damaged_item(self.pixels, self._source(), ~int(marked[0]), then)
 
     def _source(self) -> Source:
         on_gpu = self.device.type == "cuda"

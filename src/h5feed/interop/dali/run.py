@@ -80,7 +80,7 @@ class Run(Iterator[Any]):
 
     def _hand_over(self, outputs: list[torch.Tensor]) -> Any:
         steps, indices = self._steps, outputs[-1].numpy()
-        self._maker.check(indices)
+        self._maker.check(indices, self._on_damage)
         batch = self._delivery.batch(outputs)
         expected = self._order(steps.positions(self._step))
         self._counts.add(

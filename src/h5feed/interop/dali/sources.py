@@ -15,6 +15,7 @@ from h5feed.augment.nv12 import nv12_box
 from h5feed.codec import encode_jpeg
 from h5feed.errors import DamagedItemError
 from h5feed.feed.source import Pixels
+from h5feed.feed.substitute import GO_ON
 from h5feed.interop.dali._library import dali, fn, types
 from h5feed.interop.dali.parts import Box, Port
 
@@ -56,14 +57,9 @@ def open_source(
     return _Raw(pixels, pipeline.views, on_gpu)
 
 
-def damaged_item(pixels: Pixels, source: Source, index: int) -> DamagedItemError:
+def damaged_item(pixels: Pixels, source: Source, index: int, then: str = GO_ON) -> DamagedItemError:
     """Make the error that names file, index and key of an item, and what is wrong with it."""
-    return pixels.damaged(
-        "images",
-        index,
-        f"cannot be decoded: {source.damage(index)}",
-        then=', and on_error="skip" goes on without them',
-    )
+    return pixels.damaged("images", index, f"cannot be decoded: {source.damage(index)}", then)
 
 
 class _Raw:
