@@ -375,6 +375,23 @@ def test_every_pass_is_the_next_epoch(ds):
     assert next(iter(loader))[2].tolist() == second
 
 
+def test_a_pass_counts_from_its_first_batch_on(ds):
+    def order(passed):
+        return [i for *_, indices in passed for i in indices.tolist()]
+
+    loader = H5Loader(ds, 4, with_index=True)
+    first, second = order(loader), order(loader)
+    assert first != second
+    loader.set_epoch(0)
+    begun = [iter(loader), iter(loader)]
+    assert [order(one) for one in begun] == [first, first]
+    loader.set_epoch(0)
+    begun = [iter(loader)]
+    loader.set_epoch(1)
+    begun.append(iter(loader))
+    assert [order(one) for one in begun] == [first, second]
+
+
 def test_ranks_from_torch_distributed(ds, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -470,7 +487,14 @@ def test_small_sets_and_empty_ones(tmp_path):
         ({"indices": [12]}, "indices gives indices from 12 to 12; the dataset has 0 to 11"),
         ({"indices": [0.5]}, "indices must give one whole number per sample"),
         ({"sampler": [1], "shuffle": True}, "sampler decides the order alone"),
-        ({"block": 0}, "block=0, window=16"),
+        ({"block": 0}, "block=0 must be a whole number of at least 1"),
+        ({"window": 1.5}, "window=1.5 must be a whole number of at least 1"),
+        ({"batch_size": True}, "batch_size=True must be a whole number of at least 1"),
+        ({"batch_size": 4.0}, "batch_size=4.0 must be a whole number of at least 1"),
+        ({"seed": "a"}, "seed='a' must be a whole number"),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number"),
+        ({"rank": "0", "world_size": 2}, "rank='0' must be a whole number of at least 0"),
+        ({"antialias": "no"}, "antialias='no' must be True, False or \"auto\""),
     ],
 )
 def test_refuses_a_wrong_argument(ds, options, message):
@@ -487,9 +511,32 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
     batches = BatchSampler(SequentialSampler(ds), 3, drop_last=False)
     with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
         iter(H5Loader(ds, 4, sampler=batches))
+    batches = BatchSampler(SequentialSampler(ds), 5, drop_last=False)  # 5, 5 and 2
+    with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
+        iter(H5Loader(ds, 4, sampler=batches))
     ds.transform = lambda image: image
     with pytest.raises(UsageError, match="use make_dataloader"):
         H5Loader(ds, 4)
+
+
+@pytest.mark.parametrize("said", [5, 9])
+def test_refuses_a_sampler_whose_len_is_not_what_it_gives(ds, said):
+    class Wrong(SequentialSampler):
+        def __iter__(self):
+            return iter(range(7))
+
+        def __len__(self):
+            return said
+
+    with pytest.raises(UsageError, match=rf"sampler gave 7 indices, and its len\(\) is {said}, by"):
+        iter(H5Loader(ds, 4, sampler=Wrong(ds)))
+
+
+@pytest.mark.parametrize("epoch", ["x", -1, 1.0, None])
+def test_refuses_what_is_no_epoch(ds, epoch):
+    with pytest.raises(UsageError) as caught:
+        H5Loader(ds, 4).set_epoch(epoch)
+    assert str(caught.value) == f"epoch={epoch!r} must be a whole number of at least 0"
 
 
 @pytest.mark.parametrize("kind", ["original", "keep"])

@@ -256,5 +256,56 @@ def test_refuses_what_is_no_state(ds, change):
     state = {**loader.state_dict(), **change}
     with pytest.raises(UsageError, match=rf"is no state of H5Loader.*{next(iter(change))}"):
         loader.load_state_dict(state)
-    with pytest.raises(UsageError, match="pass what state_dict"):
-        loader.load_state_dict({})
+    for other in ({}, None, [1]):
+        with pytest.raises(UsageError, match=r"is no state of H5Loader.*pass what state_dict"):
+            loader.load_state_dict(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": -1}, "state has epoch=-1, and epochs count from 0; pass what state_dict"),
+        ({"consumed": -5}, "state has consumed=-5, and an epoch has 40 samples; pass what"),
+        ({"consumed": 41}, "state has consumed=41, and an epoch has 40 samples; pass what"),
+    ],
+    ids=str,
+)
+def test_refuses_a_state_outside_its_epoch(ds, change, message):
+    loader = make(ds)
+    before = loader.state_dict()
+    with pytest.raises(UsageError, match=message):
+        loader.load_state_dict({**before, **change})
+    assert loader.state_dict() == before
+
+
+def test_a_sampler_is_asked_for_the_length_of_the_states_epoch(ds):
+    class Growing(torch.utils.data.Sampler):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 10 * (1 + self.epoch)
+
+        def __iter__(self):
+            return iter(range(len(self)))
+
+    loader = make(ds, sampler=Growing())
+    state = {**loader.state_dict(), "epoch": 2}
+    loader.load_state_dict({**state, "consumed": 24})
+    assert len(by_index(loader)) == 6
+    with pytest.raises(UsageError, match="consumed=31, and an epoch has 30 samples"):
+        loader.load_state_dict({**state, "consumed": 31})
+
+
+def test_a_pass_that_delivered_nothing_loses_nothing_of_a_state(ds):
+    with make(ds) as loader:
+        passed = iter(loader)
+        next(passed)
+        state = loader.state_dict()
+    with make(ds) as loader:
+        loader.load_state_dict(state)
+        iter(loader)
+        assert loader.state_dict() == state
+        assert len(by_index(loader)) == COUNT - 4

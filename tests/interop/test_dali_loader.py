@@ -321,7 +321,9 @@ def test_skip_puts_the_same_picture_in_its_place_as_h5loader(tmp_path, encoding)
 
 def test_a_batch_without_a_whole_item_is_an_error(tmp_path):
     ds = damaged_file(tmp_path / "a.h5", "jpeg", [0, 1, 2, 3])
-    with pytest.raises(DamagedItemError, match="item 0 of /images"):
+    with pytest.raises(
+        DamagedItemError, match=r"item 0 of /images.* no whole item in this batch of 4 to stand in"
+    ):
         list(make(ds, 4, shuffle=False, on_error="skip"))
 
 
@@ -535,6 +537,8 @@ def test_all_ops_are_either_carried_or_refused(ds):
         ({"workers": -1}, "workers=-1 must be a whole number, 0 for none"),
         ({"workers": 2, "sampler": range(3)}, "workers=2 processes would each ask the sampler"),
         ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
+        ({"batch_size": True}, "batch_size=True must be a whole number of at least 1"),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number"),
         ({"on_error": "pass"}, "on_error='pass' is none of raise, skip"),
         ({"threads": 0}, "threads=0 must be"),
         ({"antialias": "yes"}, "antialias='yes' must be True, False or \"auto\""),
@@ -544,6 +548,14 @@ def test_refuses_wrong_arguments(ds, options, message):
     with pytest.raises(UsageError) as caught:
         make(ds, **options)
     assert message in str(caught.value)
+
+
+def test_refuses_impossible_places(ds):
+    loader = make(ds)
+    with pytest.raises(UsageError, match="state has consumed=-5, and an epoch has 12 samples"):
+        loader.load_state_dict({**loader.state_dict(), "consumed": -5})
+    with pytest.raises(UsageError, match="epoch=-1 must be a whole number of at least 0"):
+        loader.set_epoch(-1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

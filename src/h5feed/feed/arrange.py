@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler, Sampler
 from h5feed.errors import UsageError
 from h5feed.feed.order import BlockShuffle, FullShuffle, Listed, Order, Sequential
 from h5feed.feed.random import hash_ints
+from h5feed.feed.whole import check_whole
 
 __all__ = ["Arrangement", "Shuffle"]
 
@@ -48,8 +49,7 @@ class Arrangement:
     ) -> None:
         if shuffle not in (None, True, False, "block"):
             raise UsageError(f'shuffle={shuffle!r} is none of True, "block" and False')
-        if block < 1 or window < 1:
-            raise UsageError(f"block={block}, window={window}: both must be at least 1")
+        check_whole(1, block=block, window=window)
         if sampler is not None:
             _check_sampler(sampler, shuffle, indices)
         self._count = count
@@ -64,8 +64,14 @@ class Arrangement:
             return len(self._sampler)  # type: ignore[arg-type]
         return self._count if self._indices is None else len(self._indices)
 
+    def samples(self, epoch: int) -> int:
+        """Return how many samples an epoch has; a sampler is told which epoch, as for its order."""
+        if self._sampler is not None:
+            _tell(self._sampler, epoch)
+        return len(self)
+
     def order(self, seed: int, epoch: int) -> Order:
-        """Return the order of an epoch."""
+        """Return the order of an epoch; UsageError where a sampler gives none."""
         if self._sampler is not None:
             return Listed(_ask(self._sampler, seed, epoch, self._count))
         computed = self._computed(len(self), seed, epoch)
@@ -108,21 +114,34 @@ def _check_sampler(sampler: Any, shuffle: Shuffle | None, indices: Any) -> None:
         raise UsageError(f"sampler={sampler!r} has no len(); H5Loader needs one that has")
 
 
+def _tell(sampler: Any, epoch: int) -> None:
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+
+
 def _ask(sampler: Any, seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     """Return what a sampler yields for an epoch.
 
     Torch's own samplers draw from the global generator where they were given none: it is
     seeded for them, and put back, so that they repeat what they did.
     """
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
+    _tell(sampler, epoch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_ints(seed, epoch) >> 1)
-        return _as_indices(list(sampler), count, "sampler")
+        indices = _as_indices(list(sampler), count, "sampler")
+    if len(indices) != len(sampler):
+        raise UsageError(
+            f"sampler gave {len(indices)} indices, and its len() is {len(sampler)}, by which every "
+            "rank counts its steps: make the two agree"
+        )
+    return indices
 
 
-def _as_indices(values: Iterable[Any], count: int, argument: str) -> NDArray[np.int64]:
-    array = np.asarray(values)
+def _as_indices(values: Sequence[Any], count: int, argument: str) -> NDArray[np.int64]:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of several lengths: a BatchSampler's, the last one short
+        array = np.empty(len(values), object)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise UsageError(
             f"{argument} must give one whole number per sample, got an array of shape "

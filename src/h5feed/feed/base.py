@@ -15,8 +15,9 @@ from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.order import Order
 from h5feed.feed.run import Cursor
 from h5feed.feed.setup import block_length, choose_ranks
-from h5feed.feed.state import State, read_state
+from h5feed.feed.state import State, check_place, read_state
 from h5feed.feed.steps import Steps, Tail
+from h5feed.feed.whole import check_whole
 
 __all__ = ["PackedLoader"]
 
@@ -45,6 +46,7 @@ class PackedLoader(ABC):
         block: int | None,
         window: int,
     ) -> None:
+        check_whole(None, seed=seed)
         self.dataset = ds
         self.batch_size = batch_size
         self.seed = seed
@@ -80,7 +82,11 @@ class PackedLoader(ABC):
         self.close()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`, from where a loaded state left it, or whole."""
+        """Make the next pass that of `epoch`, from where a loaded state left it, or whole.
+
+        Raises UsageError for what is no whole number of at least 0.
+        """
+        check_whole(0, epoch=epoch)
         if epoch != self._cursor.epoch or self._cursor.begun:
             self._cursor = Cursor(epoch)
 
@@ -100,11 +106,13 @@ class PackedLoader(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass deliver exactly what was left, at any batch and world size.
 
-        Takes the state's seed. Raises UsageError for a state of other data or of another order.
+        Takes the state's seed. Raises UsageError for what is no state, for one of other data or
+        of another order, and for one that stands outside its epoch.
         """
         found = read_state(
             state, fingerprint=self.dataset.pixels.fingerprint, order=self._arrangement.kind
         )
+        check_place(found, self._arrangement.samples(found.epoch))
         self.seed = found.seed
         self._cursor = Cursor(found.epoch, found.consumed, found.listed)
 

@@ -52,7 +52,10 @@ class H5Loader(PackedLoader):
     be put back into its state by whoever resumes.
 
     Every pass is the next epoch, unless `set_epoch` or `load_state_dict` said otherwise; one that
-    was broken off counts as a pass.
+    was broken off counts as a pass. A pass counts from its first batch on: until then a state says
+    where it begins, and one that is let go loses nothing of what was to be gone on with. So two
+    begun before either delivers, as in zip(loader, loader), are the same epoch; `set_epoch` between
+    makes them two.
 
     JPEG is decoded by the loader's threads, wherever batches go; h5feed.interop.dali.DaliLoader,
     which takes the same arguments, decodes it on a GPU.

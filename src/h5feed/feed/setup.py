@@ -19,6 +19,7 @@ from h5feed.feed.device import Lane
 from h5feed.feed.recipe import OnError
 from h5feed.feed.source import Pixels
 from h5feed.feed.steps import Tail
+from h5feed.feed.whole import check_whole
 from h5feed.store import FieldSpec
 
 __all__ = [
@@ -41,7 +42,7 @@ _CV2_SPLITS = 1 << 16  # pixels of an image above which cv2 shares it among thre
 _MOST_THREADS = 16
 
 
-def check_arguments(ds: Any, **numbers: int) -> None:
+def check_arguments(ds: Any, **numbers: Any) -> None:
     """Refuse a dataset that is none of ours or has a transform, and counts below 1."""
     if not isinstance(ds, H5Dataset):
         raise UsageError(
@@ -53,9 +54,7 @@ def check_arguments(ds: Any, **numbers: int) -> None:
             f"ds.transform={ds.transform!r} would have to run in Python for every image: give "
             "H5Loader ops of h5feed.augment instead, or use make_dataloader"
         )
-    for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name}={value!r} must be a whole number of at least 1")
+    check_whole(1, **numbers)
 
 
 def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
@@ -78,7 +77,8 @@ def choose_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if not (distributed.is_available() and distributed.is_initialized()):
             return 0, 1
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if not 0 <= rank < world_size:
+    check_whole(0, rank=rank, world_size=world_size)
+    if rank >= world_size:
         raise UsageError(f"rank={rank} is not in 0 to world_size-1={world_size - 1}")
     return rank, world_size
 
@@ -120,9 +120,9 @@ def choose_pipeline(
     spec = pixels.specs["images"]
     one_size = spec.fit != "keep" and spec.encoding != "original"
     on_device, reason = _where(on, one_size, lane, spec)
+    pipeline = Pipeline(augment, antialias=antialias, views=views)
     if not augment and one_size and spec.encoding != "yuv420":
         return None, on_device, reason
-    pipeline = Pipeline(augment, antialias=antialias, views=views)
     if pipeline.uses_batch and len(pixels.specs) > 1:
         raise UsageError(f"augment={pipeline.ops!r} mixes labels, and this file has masks instead")
     size = (spec.height, spec.width) if one_size else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from h5feed.errors import UsageError
 
-__all__ = ["State", "read_state"]
+__all__ = ["State", "check_place", "read_state"]
 
 _VERSION = 1
 
@@ -32,6 +32,8 @@ class State:
 
 def read_state(state: Mapping[str, Any], *, fingerprint: str, order: str) -> State:
     """Return `state` checked; UsageError where it is none, or belongs to other data or order."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"state={state!r} is no state of H5Loader; pass what state_dict() gave")
     kinds = {field.name: field.type for field in fields(State)}
     wrong = [k for k, kind in kinds.items() if type(state.get(k)).__name__ != kind]
     if wrong or state["version"] != _VERSION:
@@ -51,3 +53,16 @@ def read_state(state: Mapping[str, Any], *, fingerprint: str, order: str) -> Sta
             "the same shuffle, block, window, indices and sampler"
         )
     return found
+
+
+def check_place(state: State, samples: int) -> None:
+    """Raise UsageError where `state` stands before or behind an epoch of so many samples."""
+    if state.epoch < 0:
+        raise UsageError(
+            f"state has epoch={state.epoch}, and epochs count from 0; pass what state_dict() gave"
+        )
+    if not 0 <= state.consumed <= samples:
+        raise UsageError(
+            f"state has consumed={state.consumed}, and an epoch has {samples} samples; pass what "
+            "state_dict() gave, to a loader with the same sampler"
+        )
