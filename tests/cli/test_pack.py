@@ -1,14 +1,8 @@
-import fcntl
 import json
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
 
 import pytest
 
+from cli.terminal import AtTerminal
 from h5feed.cli.pack import main
 from h5feed.packing import pack, run
 from packing.folders import make_folder, names, sha256
@@ -91,22 +85,11 @@ def test_help_is_the_docstrings(capsys):
 def test_a_terminal_shows_a_bar(folder, out, columns):
     """A real terminal at the other end: tqdm draws only there."""
     make_folder(folder, broken=(3,))
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
-    command = [sys.executable, "-m", "h5feed.cli.pack", str(folder), str(out), "--workers", "1"]
-    process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            shown += (more := os.read(ours, 4096))
-        except OSError:  # the other end is closed
-            break
-        if not more:
-            break
-    assert process.wait() == 0
-    process.stdout.close()
-    text = shown.decode()
+    args = (folder, out, "--workers", 1)
+    with AtTerminal("h5feed.cli.pack", *args, columns=columns) as running:
+        running.read_until()
+        assert running.process.wait() == 0
+    text = running.shown.decode()
     assert "packing: 100%" in text
     assert "24/24" in text
     assert "skipped cats/003.jpg: truncated" in text

@@ -52,9 +52,12 @@ class Remote:
         """
         assert self._process.stdout is not None
         killer = threading.Timer(timeout, self._process.kill)
+        killer.daemon = True  # Ctrl-C may come before the `try`: it must not be waited for then
         killer.start()
-        line = self._process.stdout.readline()
-        killer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            killer.cancel()
         if not line:
             raise SubjectError(self._last_words(timeout))
         answer = json.loads(line)
