@@ -5,6 +5,7 @@ import sys
 import pytest
 from PIL import Image
 
+from cli.terminal import AtTerminal
 from h5feed import pack
 from h5feed.bench.compare import settings
 from h5feed.bench.options import CompareOptions
@@ -63,6 +64,57 @@ def test_markdown_and_plot(packed, capsys, tmp_path):
     assert "| [bare crop loop] |" in out
     with Image.open(picture) as image:
         assert image.width > 800
+
+
+@pytest.mark.parametrize(
+    ("plot", "said"),
+    [
+        ("x.jpeg", " does not end in .png or .svg or .pdf: give a name that does"),
+        ("data.h5", " does not end in .png or .svg or .pdf: give a name that does"),
+        ("same.svg", " is a file that is read here: give another name"),
+        ("images", " is a folder: give a file in it"),
+        ("none/x.png", ": the folder {none} does not exist: make it first"),
+    ],
+)
+@pytest.mark.parametrize("begin", [[], ["train"]], ids=["bench", "train"])
+def test_a_plot_that_cannot_be_written_is_refused_before_measuring(
+    packed, capsys, monkeypatch, begin, plot, said
+):
+    for work in ("compare", "train"):
+        monkeypatch.setattr(f"h5feed.cli.bench.{work}", lambda *_: pytest.fail("measured"))
+    same = packed / "same.svg"
+    same.unlink(missing_ok=True)
+    same.hardlink_to(packed / "data.h5")
+    before = same.read_bytes()
+    place = packed / plot
+    assert main([*begin, str(packed / "data.h5"), "--plot", str(place)]) == 2
+    said = said.format(none=packed / "none")
+    assert capsys.readouterr().err.endswith(f": --plot {place}{said}\n")
+    assert same.read_bytes() == before
+
+
+def test_a_plot_without_matplotlib_is_refused_before_measuring(packed, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("h5feed.cli.bench.compare", lambda *_: pytest.fail("measured"))
+    assert bench(packed, "--plot", str(packed / "x.png")) == 1
+    assert "matplotlib is not installed" in capsys.readouterr().err
+
+
+def test_two_forms_of_the_output_are_refused(packed, capsys):
+    assert bench(packed, "--json", "--markdown") == 2
+    said = "bench-h5: json and markdown are two forms of one output: give one of them\n"
+    assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_ends_a_running_measurement(packed):
+    """It once said so and stayed, for as long as a measurement may take: ten minutes."""
+    long = ["--seconds", 200, "--batch-size", 4, "--crop", 16, "--workers", 1]
+    with AtTerminal("h5feed.cli.bench", packed / "data.h5", *long, "--only", "bare") as running:
+        running.read_until(b"round 1 of 3")
+        running.press_ctrl_c()
+        assert running.process.wait(timeout=240) == 130
+        running.read_until()
+    assert b"bench-h5: interrupted" in running.shown
 
 
 def test_wrong_folder_is_named(packed, tmp_path, capsys):

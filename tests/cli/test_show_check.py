@@ -116,3 +116,71 @@ def test_show_of_a_refused_file_is_one_sentence(tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.startswith("show-h5: ")
     assert err.count("\n") == 1
+
+
+def linked(packed, name):
+    (packed.parent / name).hardlink_to(packed)
+    return packed.parent / name
+
+
+@pytest.mark.parametrize(
+    ("sheet", "said"),
+    [
+        ("a.h5", " does not end in .png: give a name that does"),
+        ("sheet", " does not end in .png: give a name that does"),
+        ("same.png", " is a file that is read here: give another name"),
+        (".", " is a folder: give a file in it"),
+        ("none/x.png", ": the folder {none} does not exist: make it first"),
+    ],
+)
+def test_a_sheet_that_must_not_be_written_is_refused_before_any_work(
+    packed, capsys, monkeypatch, sheet, said
+):
+    linked(packed, "same.png")
+    before = packed.read_bytes()
+    monkeypatch.setattr(show, "file_facts", lambda _: pytest.fail("work was begun"))
+    place = packed.parent / sheet
+    assert show.main([str(packed), "--sheet", str(place)]) == 2
+    said = said.format(none=packed.parent / "none")
+    assert capsys.readouterr().err == f"show-h5: --sheet {place}{said}\n"
+    assert packed.read_bytes() == before
+
+
+def test_a_sheet_that_cannot_be_finished_leaves_the_old_one(packed, tmp_path, monkeypatch, capsys):
+    sheet = tmp_path / "sheet.png"
+    sheet.write_bytes(b"precious")
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "somewhere")
+
+    monkeypatch.setattr("os.replace", full)
+    assert show.main([str(packed), "--sheet", str(sheet)]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert sheet.read_bytes() == b"precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"a.h5", "sheet.png"}
+
+
+def test_a_sheet_through_a_link_goes_where_it_leads(packed, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "sheet.PNG").symlink_to(tmp_path / "there" / "sheet.png")
+    assert show.main([str(packed), "--sheet", str(tmp_path / "sheet.PNG")]) == 0
+    with Image.open(tmp_path / "there" / "sheet.png") as image:
+        assert image.format == "PNG"
+
+
+@pytest.mark.parametrize("option", ["pictures", "classes"])
+def test_a_count_below_one_is_refused(packed, capsys, option):
+    assert show.main([str(packed), f"--{option}", "-3"]) == 2
+    assert capsys.readouterr().err == f"show-h5: {option}=-3 is too small: give 1 or more\n"
+
+
+def test_a_closed_stdout_is_no_traceback(packed):
+    command = f'exec "{sys.executable}" -m h5feed.cli.show "{packed}" >&-'
+    done = subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_closed_stderr_sends_no_error_to_stdout(tmp_path):
+    command = f'exec "{sys.executable}" -m h5feed.cli.show "{tmp_path / "none.h5"}" 2>&-'
+    done = subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (1, b"")

@@ -70,6 +70,26 @@ def test_wrong_use_is_exit_2_and_one_sentence(packed, capsys):
     )
 
 
+@pytest.mark.parametrize("tool", ["find-lr", "find-batch", "ablate"])
+def test_a_drawing_that_cannot_be_written_is_refused_before_any_work(
+    packed, tmp_path, capsys, monkeypatch, tool
+):
+    for work in ("find_lr.open_trial", "find_batch.open_trial", "ablate.ablate"):
+        monkeypatch.setattr(f"h5feed.cli.{work}", lambda *_: pytest.fail("work was begun"))
+    said = f"train-h5 {tool}: --draw {tmp_path / 'a.gif'} does not end in .png or .svg or .pdf"
+    assert main([tool, packed, *SMALL, "--draw", str(tmp_path / "a.gif")]) == 2
+    assert capsys.readouterr().err == f"{said}: give a name that does\n"
+    same = tmp_path / "a.png"
+    same.hardlink_to(packed)
+    assert main([tool, packed, *SMALL, "--draw", str(same)]) == 2
+    assert "a.png is a file that is read here" in capsys.readouterr().err
+
+
+def test_ablate_prints_one_form(packed, capsys):
+    assert main(["ablate", packed, *SMALL, "--json", "--markdown"]) == 2
+    assert "json and markdown are two forms of one output" in capsys.readouterr().err
+
+
 def test_ablate_hands_its_options_on_and_says_what_was_found(packed, tmp_path, capsys, monkeypatch):
     seen = []
 

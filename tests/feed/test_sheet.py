@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from h5feed.errors import UsageError
 from h5feed.feed.sheet import contact_sheet
 from packed import random_images, write_packed
 
@@ -67,3 +68,18 @@ def test_targets_and_a_very_wide_picture(tmp_path):
     images = random_images(2, (8, 8))
     path = write_packed(tmp_path / "a.h5", images, labels=labels, classes=(), source_shapes=sources)
     assert contact_sheet(path, height=32, width=200).width == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "least"), [({"pictures": 0}, 1), ({"height": 0}, 1), ({"width": 12}, 13)]
+)
+def test_a_sheet_of_nothing_is_refused(tmp_path, given, least):
+    path = write_packed(tmp_path / "a.h5", [flat((0, 0, 0))])
+    ((name, value),) = given.items()
+    with pytest.raises(UsageError, match=f"^{name}={value} is too small: give {least} or more$"):
+        contact_sheet(path, **given)
+
+
+def test_the_smallest_sheet_there_is(tmp_path):
+    path = write_packed(tmp_path / "a.h5", [flat((0, 0, 0))])
+    assert contact_sheet(path, pictures=1, height=1, width=13).width == 13

@@ -12,7 +12,7 @@ import tyro
 
 from h5feed.errors import H5FeedError, UsageError
 
-__all__ = ["run_command"]
+__all__ = ["refuse_two_forms", "run_command"]
 
 _Options = TypeVar("_Options")
 
@@ -47,6 +47,7 @@ def run_command(
     config: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes,)
     if not flag_pairs:
         config += (tyro.conf.FlagCreatePairsOff,)
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A terminal that lacks a sign must not turn work well done into a failure.
@@ -68,6 +69,23 @@ def run_command(
         return _say(prog, ex, FAILED)
     except KeyboardInterrupt as ex:
         return _say(prog, str(ex) or "interrupted", INTERRUPTED)
+
+
+def refuse_two_forms(*, json: bool, markdown: bool) -> None:
+    """Raise UsageError where both are asked for: one would be ignored."""
+    if json and markdown:
+        raise UsageError("json and markdown are two forms of one output: give one of them")
+
+
+def _open_closed_streams() -> None:
+    """Lead streams that the command was started without (`>&-`) to nowhere.
+
+    Left closed, their numbers go to the next files that are opened, and what a library prints
+    there would land in those.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
 
 
 def _drop_stdout() -> None:

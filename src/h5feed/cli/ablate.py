@@ -10,6 +10,8 @@ from h5feed.bench.ablate import ablate
 from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, save_plot
 from h5feed.bench.ablation import AblateOptions
 from h5feed.bench.remote import SubjectError
+from h5feed.cli._common import refuse_two_forms
+from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.errors import H5FeedError
@@ -39,6 +41,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _ablate(command: _Command) -> None:
+    refuse_two_forms(json=command.json, markdown=command.markdown)
+    check_plot("--draw", command.draw, reads=(command.run.train, command.run.val), extra="bench")
     with Teller() as tell:
         try:
             ablation = ablate(command.run, command.ablate, tell)

@@ -16,7 +16,8 @@ from h5feed.bench.remote import SubjectError
 from h5feed.bench.report import Report, as_dict
 from h5feed.bench.training import TrainOptions, train
 from h5feed.bench.words import as_markdown, as_text, sweep_as_markdown, sweep_as_text
-from h5feed.cli._common import run_command
+from h5feed.cli._common import refuse_two_forms, run_command
+from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.errors import H5FeedError
 
@@ -59,6 +60,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _bench(command: _Command) -> None:
+    refuse_two_forms(json=command.json, markdown=command.markdown)
+    check_plot("--plot", command.plot, reads=(command.file,), extra="bench")
     with Teller() as tell:
         try:
             reports = _measured(command, tell)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from h5feed.cli._target import check_plot
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.progress import Progress
 from h5feed.train.find_lr import LrCurve, LrRange, find_lr
@@ -32,6 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _find(command: _Command) -> None:
+    check_plot("--draw", command.draw, reads=(command.run.train, command.run.val), extra="train")
     steps = command.test.steps
     with open_trial(command.run) as trial, Progress(steps, "find-lr", unit="step") as progress:
 

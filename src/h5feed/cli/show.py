@@ -1,5 +1,6 @@
 """show-h5: what a packed file holds, in words and as a contact sheet."""
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Any
 import tyro
 
 from h5feed.cli._common import run_command
+from h5feed.cli._target import check_target, write_whole
+from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
 from h5feed.feed.sheet import contact_sheet
@@ -45,14 +48,29 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _show(command: _Command) -> None:
+    _check(command)
     facts = file_facts(command.file)
     if command.stats:
         facts["channel_stats"] = asdict(_stats(command.file))
     if command.sheet is not None:
-        contact_sheet(command.file, pictures=command.pictures).save(command.sheet)
+        write_whole(command.sheet, _sheet(command))
         facts["sheet"] = str(command.sheet)
     text = json.dumps(facts, ensure_ascii=False) if command.json else _as_text(facts, command)
     print(text)
+
+
+def _check(command: _Command) -> None:
+    for name in ("pictures", "classes"):
+        if (value := getattr(command, name)) < 1:
+            raise UsageError(f"{name}={value} is too small: give 1 or more")
+    if command.sheet is not None:
+        check_target("--sheet", command.sheet, endings=(".png",), reads=(command.file,))
+
+
+def _sheet(command: _Command) -> bytes:
+    data = io.BytesIO()
+    contact_sheet(command.file, pictures=command.pictures).save(data, "PNG")
+    return data.getvalue()
 
 
 def _stats(path: Path) -> ChannelStats:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.printable import printable
 
@@ -34,7 +35,16 @@ def contact_sheet(
 
     At most `pictures` of them, taken evenly from all classes in turn; each `height` pixels high,
     flowing in rows of `width` pixels. Masks are laid over their pictures.
+
+    Raises UsageError where one of the numbers is less than 1, or `width` holds no picture.
     """
+    for name, given, least in (
+        ("pictures", pictures, 1),
+        ("height", height, 1),
+        ("width", width, 2 * _MARGIN + 1),
+    ):
+        if given < least:
+            raise UsageError(f"{name}={given} is too small: give {least} or more")
     ds = H5Dataset(path, output="pil", aspect="source")
     cells = [_cell(ds, index, height, width) for index in _choose(ds, pictures)]
     rows = _rows(cells, width)
