@@ -79,15 +79,29 @@ def test_a_missing_library_names_the_extra(monkeypatch):
         build_model("timm:resnet18", 7)
 
 
-def test_a_library_built_for_another_torch_is_one_sentence(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", ["RuntimeError", "OSError", "ImportError"])
+def test_a_library_built_for_another_torch_is_one_sentence(tmp_path, monkeypatch, error):
     text = "operator torchvision::nms does not exist"
-    (tmp_path / "built_for_another.py").write_text(f"raise RuntimeError({text!r})")
+    (tmp_path / "built_for_another.py").write_text(f"raise {error}({text!r})")
+    (tmp_path / "its_user.py").write_text("import built_for_another")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("built_for_another.models", "its_user"):
+        with pytest.raises(ImportError) as caught:
+            require(module, "train")
+        assert str(caught.value) == (
+            f"{module.removesuffix('.models')} is installed and cannot be imported ({text}): "
+            "install the builds of it, and of what it imports, that were made for this torch"
+        )
+
+
+def test_a_library_that_lacks_another_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "incomplete.py").write_text("import what_it_needs")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError) as caught:
-        require("built_for_another.models", "train")
+        require("incomplete", "train")
     assert str(caught.value) == (
-        f"built_for_another is installed and cannot be imported ({text}): install the build of it "
-        "that was made for this torch"
+        "incomplete is installed and lacks something (No module named 'what_it_needs'): "
+        'pip install "h5feed[train]"'
     )
 
 
