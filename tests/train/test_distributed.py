@@ -185,7 +185,9 @@ def test_devices(monkeypatch):
     assert choose_device("auto") == CPU
     with pytest.raises(UsageError, match="--device 'fast' is not a device: cpu, cuda, cuda:N"):
         choose_device("fast")
-    with pytest.raises(UsageError, match=r"--device cuda \(process 0\) needs 1 GPUs, and torch se"):
+    with pytest.raises(
+        UsageError, match=r"--device cuda \(process 0\) needs a GPU, and torch sees none"
+    ):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -234,6 +234,32 @@ def test_outputs_may_be_more_than_the_classes(paths, tmp_path, loader):
     assert open_(paths, tmp_path, loader, num_outputs=10).num_outputs == 10
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+def test_outputs_fewer_than_the_classes_are_refused(paths, tmp_path, loader):
+    with pytest.raises(UsageError) as caught:
+        open_(paths, tmp_path, loader, num_outputs=3)
+    path = paths["folder" if loader == "imagefolder" else "classes"]
+    assert str(caught.value) == (
+        f"--num-outputs 3 is too small: {path} has class numbers up to 3, which need 4; leave it "
+        "out to take the file's"
+    )
+
+
+def test_outputs_are_held_against_what_is_in_the_file(paths, tmp_path):
+    refuse(paths, tmp_path, "--num-outputs 1 is too small: .* has class numbers up to 1, which",
+           kind="scenes", num_outputs=1, ignore_index=7)  # fmt: skip
+    for wrong in (1, 3):
+        refuse(paths, tmp_path, rf"--num-outputs {wrong}: .* has 2 targets a picture, each of",
+               kind="targets", num_outputs=wrong)  # fmt: skip
+    more_names = {"classes": write_classes(tmp_path / "m.h5", classes=tuple("abcdefg"))}
+    assert open_(more_names, tmp_path, num_outputs=4).num_outputs == 4
+    val = write_classes(tmp_path / "v.h5", classes=())
+    unnamed = {"classes": write_classes(tmp_path / "n.h5", count=3, classes=())}
+    refuse(unnamed, tmp_path, r"v\.h5 has class numbers up to 3", val=val, num_outputs=3)
+    config = config_for(paths, tmp_path, task="my_tasks:make", num_outputs=1)
+    assert open_data(config, ALONE).num_outputs == 1
+
+
 def refuse(paths, tmp_path, match, *, val=None, error=UsageError, world=ALONE, **options):
     config = config_for(paths, tmp_path, **options)
     if val is not None:
@@ -284,5 +310,15 @@ def test_files_that_are_none_and_batches_that_do_not_split(tmp_path, paths):
 
 def test_a_batch_larger_than_the_set_is_one_sentence(tmp_path, paths):
     config = config_for(paths, tmp_path / "run", batch_size=64)
-    with pytest.raises(UsageError, match=r"--batch-size 64 is more than all pictures of .*classes"):
+    with pytest.raises(UsageError) as caught:
+        train(config)
+    assert str(caught.value) == (
+        f"--batch-size 64 is more than the 48 pictures of {paths['classes']}: take 48 or fewer"
+    )
+    config = config_for(paths, tmp_path / "run", batch_size=65, accumulate=5)
+    with pytest.raises(UsageError, match=r"--batch-size 65 .*: take 45 or fewer"):
+        train(config)
+    few = {"classes": write_classes(tmp_path / "few.h5", count=4)}
+    config = config_for(few, tmp_path / "run", batch_size=5, accumulate=5)
+    with pytest.raises(UsageError, match=r"the 4 pictures of .*: it takes 5 for a batch at least"):
         train(config)

@@ -51,6 +51,8 @@ class Data:
     """Likewise."""
     size: int
     """Side in pixels of the pictures that the model sees."""
+    pictures: int
+    """To train on, for all processes together."""
     train_loader: Callable[[int], Loader]
     """Makes the training loader for pictures of a given side; equal batches, no short one."""
     val_loader: Iterable[Batch] | None = None

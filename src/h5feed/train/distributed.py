@@ -111,9 +111,10 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= torch.cuda.device_count():
+            needed = f"{index + 1} GPUs" if index else "a GPU"
             raise UsageError(
-                f"--device {name} (process {local_rank}) needs {index + 1} GPUs, and torch sees "
-                f"{torch.cuda.device_count()}"
+                f"--device {name} (process {local_rank}) needs {needed}, and torch sees "
+                f"{torch.cuda.device_count() or 'none'}"
             )
         return torch.device("cuda", index)
     return device

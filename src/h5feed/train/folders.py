@@ -11,7 +11,7 @@ from h5feed.errors import UsageError
 from h5feed.train.config import TrainConfig
 from h5feed.train.data import Data, Loader
 from h5feed.train.distributed import World
-from h5feed.train.packed import Kind, check_alike
+from h5feed.train.packed import Kind, check_alike, choose_outputs
 from h5feed.train.recipes import scoring_ops, to_torchvision, training_ops
 from h5feed.train.stock import Augmented, ScoringLoader, StockLoader
 
@@ -29,12 +29,12 @@ def open_folders(config: TrainConfig, world: World, batch_size: int) -> Data:
     if config.loss.task not in ("auto", "classification") and ":" not in config.loss.task:
         raise UsageError(f"--loader imagefolder has classes only, not --task {config.loss.task}")
     train = _open(config.train)
-    kind = _kind(train, config)
+    kind = _kind(train, config, config.train)
     size = config.data.size or _USUAL_SIZE
     val_loader = None
     if config.val is not None:
         val = _open(config.val)
-        check_alike(kind, _kind(val, config), config.train, config.val)
+        check_alike(kind, _kind(val, config, config.val), config.train, config.val)
         scored = Augmented(val, _scoring_transform(config, size), seed=0, masks=False)
         val_loader = ScoringLoader(scored, len(val), batch_size, config.data, world)
     mean, std = _statistics(train, _scoring_transform(config, size))
@@ -44,6 +44,7 @@ def open_folders(config: TrainConfig, world: World, batch_size: int) -> Data:
         mean=mean,
         std=std,
         size=size,
+        pictures=len(train),
         train_loader=partial(_training, config, world, train, batch_size),
         val_loader=val_loader,
     )
@@ -57,9 +58,11 @@ def _open(root: Path) -> Any:
         raise UsageError(f"--loader imagefolder cannot take {root}: {ex}") from ex
 
 
-def _kind(folder: Any, config: TrainConfig) -> Kind:
+def _kind(folder: Any, config: TrainConfig, path: Path) -> Kind:
     classes = tuple(folder.classes)
-    count = config.loss.num_outputs or len(classes)
+    count = len(classes)
+    if config.loss.num_outputs:
+        count = choose_outputs(config.loss, "classification", count, path)
     return Kind(task="classification", num_outputs=count, classes=classes)
 
 

@@ -10,7 +10,7 @@ from h5feed.errors import UsageError
 from h5feed.feed import H5Dataset
 from h5feed.train.config import LossConfig
 
-__all__ = ["Kind", "check_alike", "default_size", "read_kind", "stored_size"]
+__all__ = ["Kind", "check_alike", "choose_outputs", "default_size", "read_kind", "stored_size"]
 
 _MASKS_LOOKED_AT = 512
 _USUAL_SIZE = 224
@@ -38,14 +38,36 @@ def read_kind(ds: H5Dataset, path: Path, config: LossConfig) -> Kind:
     wanted = has if config.task == "auto" or ":" in config.task else config.task
     _check_column(wanted, has, path)
     if wanted == "segmentation":
-        found = _classes_in_masks(ds, config.ignore_index)
+        found = named = _classes_in_masks(ds, config.ignore_index)
     elif wanted == "regression":
-        found = int(pixels.labels.shape[1])
+        found = named = int(pixels.labels.shape[1])
     else:
         _check_labels(pixels.labels, path)
-        found = len(pixels.classes) or int(pixels.labels.max()) + 1
+        found = int(pixels.labels.max(initial=-1)) + 1
+        named = len(pixels.classes) or found
+    outputs = named
+    if config.num_outputs:
+        outputs = choose_outputs(config, wanted, found, path)
     classes = pixels.classes if wanted == "classification" else ()
-    return Kind(task=wanted, num_outputs=config.num_outputs or found, classes=classes)
+    return Kind(task=wanted, num_outputs=outputs, classes=classes)
+
+
+def choose_outputs(config: LossConfig, task: str, found: int, path: Path) -> int:
+    """Return --num-outputs; UsageError where our loss cannot learn the `found` targets with it."""
+    given = config.num_outputs
+    if ":" in config.task:  # the user's own loss, which may take any number
+        return given
+    if task == "regression" and given != found:
+        raise UsageError(
+            f"--num-outputs {given}: {path} has {found} targets a picture, each of which needs one "
+            "output; leave it out"
+        )
+    if given < found:
+        raise UsageError(
+            f"--num-outputs {given} is too small: {path} has class numbers up to {found - 1}, "
+            f"which need {found}; leave it out to take the file's"
+        )
+    return given
 
 
 def _check_column(wanted: str, has: str, path: Path) -> None:

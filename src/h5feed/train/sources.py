@@ -42,6 +42,7 @@ def open_data(config: TrainConfig, world: World) -> Data:
         mean=tuple(255 * value for value in stats.mean),
         std=tuple(max(1.0, 255 * value) for value in stats.std),
         size=size,
+        pictures=len(train),
         train_loader=partial(_training, config, world, train, kind, batch_size),
         val_loader=_scoring(config, world, kind, batch_size, size),
     )
