@@ -61,8 +61,8 @@ def test_labels_and_class_names_go_together(root):
 
 
 def test_other_columns_are_targets(root):
-    source = opened(root, "x,path,y\n0.5,a/1.jpg,-2\n1e3,a/2.jpg,nan\n")
-    np.testing.assert_array_equal(source.labels, np.float32([[0.5, -2], [1000, np.nan]]))
+    source = opened(root, "x,path,y\n0.5,a/1.jpg,-2\n1e3,a/2.jpg,-0\n")
+    np.testing.assert_array_equal(source.labels, np.float32([[0.5, -2], [1000, 0]]))
     assert source.labels.dtype == np.float32
     assert source.classes == ()
     assert opened(root, "path,age\na/1.jpg,3\n").labels.shape == (1, 1)
@@ -98,12 +98,38 @@ def test_a_key_is_relative_and_plain_however_the_path_is_written(root, path):
     assert keys(opened(root, f"path\n{path.format(root=root)}\n")) == ["a/1.jpg"]
 
 
-def test_a_file_elsewhere_has_a_key_that_leads_there(root):
-    other = root.parent / "elsewhere.jpg"
-    other.write_bytes(b"x")
-    source = opened(root, f"path\n{other}\n")
-    assert keys(source) == ["../elsewhere.jpg"]
-    assert os.path.samefile(source.path(0), other)
+@pytest.mark.parametrize(
+    "path", ["../elsewhere.jpg", "a/../../elsewhere.jpg", "{root}/../elsewhere.jpg", ".."]
+)
+def test_a_path_that_leaves_the_source_is_refused(root, path):
+    (root.parent / "elsewhere.jpg").write_bytes(b"x")
+    path = path.format(root=root)
+    said = repr(path).replace(str(root.parent), "…")
+    assert refusal(root, f"path\n{path}\n") == (
+        f"…/list.csv, line 2, column 'path': {said} lies outside SRC '…/src': "
+        "give a SRC that holds all pictures"
+    )
+
+
+def test_a_source_reached_through_a_link_holds_its_pictures(root):
+    link = root.parent / "link"
+    link.symlink_to(root)
+    (root / "out.jpg").symlink_to(root.parent / "elsewhere.jpg")
+    (root.parent / "elsewhere.jpg").write_bytes(b"x")
+    text = f"path\n{root}/a/1.jpg\n{link}/b/3.jpg\n./out.jpg\n"
+    assert keys(opened(link, text)) == ["a/1.jpg", "b/3.jpg", "out.jpg"]
+
+
+def test_two_classes_of_one_name_are_refused(root):
+    text = refusal(root, "path,label,class\na/1.jpg,0,cat\na/2.jpg,1,cat\n")
+    assert text == ("…/list.csv: classes 0 and 1 are both named 'cat': give each a name of its own")
+    text = refusal(root, "path,label,class\na/1.jpg,1,dog\na/2.jpg,2,0\n")
+    assert text == (
+        "…/list.csv: classes 0 and 2 are both named '0' (no row names class 0: its number does): "
+        "give each a name of its own"
+    )
+    gap = opened(root, "path,label,class\na/1.jpg,1,dog\na/2.jpg,2,cat\n")
+    assert gap.classes == ("0", "dog", "cat")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +146,25 @@ def test_a_file_elsewhere_has_a_key_that_leads_there(root):
             "path,file\na/1.jpg,a/1.jpg\n",
             "…/list.csv: columns path, file mean the same: keep one",
         ),
-        ("path,label\na/1.jpg\n", "…/list.csv, line 2: 1 cells under a header of 2"),
+        ("path,label\na/1.jpg\n", "…/list.csv, line 2: 1 cell under a header of 2"),
+        (
+            "Path;Label\na/1.jpg;0\n",
+            "…/list.csv: the header 'Path;Label' is one column: in a .csv file the delimiter is "
+            "',', not ';'",
+        ),
+        (
+            "path,label\na/1.jpg,0.5\n",
+            "…/list.csv, line 2, column 'label': '0.5' is not a whole number; "
+            "call a column to predict 'target'",
+        ),
+        *(
+            (
+                f"path,x,y\na/1.jpg,1,2\na/2.jpg,0,{cell}\n",
+                f"…/list.csv, line 3, column 'y': '{cell}' is no target to learn: "
+                "give a finite number of 32 bits",
+            )
+            for cell in ("nan", "inf", "-Infinity", "1e39")
+        ),
         (
             "path,label\na/1.jpg,0\na/2.jpg,cat\n",
             "…/list.csv, line 3, column 'label': 'cat' is not a whole number; "
@@ -157,11 +201,25 @@ def test_a_mistake_is_named_by_line_and_column(root, text, error):
         (
             '{"path": "a/1.jpg", "label": 1.5}',
             "…/l.jsonl, line 1, column 'label': 1.5 is not a whole number; "
-            "class names belong in a column 'class'",
+            "call a column to predict 'target'",
         ),
         (
             '{"path": "a/1.jpg", "label": 1}\n{"path": "a/2.jpg"}',
             "…/l.jsonl, line 2, column 'label': missing",
+        ),
+        (
+            '{"path": "a/1.jpg", "targets": [0.5, 1]}',
+            "…/l.jsonl, line 1, column 'targets': [0.5, 1] is a list: give one column per target",
+        ),
+        (
+            '{"path": "a/1.jpg", "y": NaN}',
+            "…/l.jsonl, line 1, column 'y': nan is no target to learn: "
+            "give a finite number of 32 bits",
+        ),
+        (
+            '{"path": "../a\\u0000"}',
+            "…/l.jsonl, line 1, column 'path': '../a\\x00' lies outside SRC '…/src': "
+            "give a SRC that holds all pictures",
         ),
         ('{"path": 5}', "…/l.jsonl, line 1, column 'path': 5 is not a path"),
         (

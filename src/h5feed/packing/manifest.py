@@ -1,16 +1,15 @@
 """Manifests: a table that says which pictures, in which order, with which labels.
 
-csv, tsv (with a header line) or jsonl (one object a line). One column holds the path; a
-`label` column holds class numbers, a `class` column class names; where there is neither, every
-other column is a numeric target.
+csv, tsv (with a header line) or jsonl (one object a line). One column holds the path, which leads
+below the root; a `label` column holds class numbers, a `class` column class names; where there is
+neither, every other column is a target: a finite number.
 """
 
-import csv
-import json
 import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.errors import PackError, UsageError
+from h5feed.packing.rows import Row, csv_rows, json_rows
 from h5feed.packing.table import Table
 
 __all__ = ["read_manifest"]
@@ -26,10 +26,8 @@ _PATHS = ("path", "file", "filename", "file_name", "filepath", "image")
 _LABELS = ("label",)
 _CLASSES = ("class", "class_name")
 _MOST_CLASSES = 1_000_000
+_LARGEST = float(np.finfo(np.float32).max)
 _NEEDS_NORMALIZING = re.compile(r"^/|//|(?:^|/)\.{1,2}(?:/|$)|\\|^[A-Za-z]:")
-
-Row = tuple[int, Mapping[str, Any]]
-"""Line number from 1, and the line's cells by column."""
 
 
 def read_manifest(manifest: Path, root: Path, *, seen: Callable[[], None]) -> Table:
@@ -37,7 +35,7 @@ def read_manifest(manifest: Path, root: Path, *, seen: Callable[[], None]) -> Ta
 
     Raises UsageError naming file, line and column; PackError where it cannot be read.
     """
-    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows}
+    readers = {".csv": csv_rows, ".tsv": csv_rows, ".jsonl": json_rows, ".ndjson": json_rows}
     reader = readers.get(manifest.suffix.lower())
     if reader is None:
         raise UsageError(f"manifest {str(manifest)!r} is not a .csv, .tsv or .jsonl file")
@@ -49,39 +47,12 @@ def read_manifest(manifest: Path, root: Path, *, seen: Callable[[], None]) -> Ta
         raise PackError(f"cannot read the manifest {str(manifest)!r}: {ex.strerror}") from ex
 
 
-def _csv_rows(manifest: Path) -> Iterator[Row]:
-    delimiter = "\t" if manifest.suffix.lower() == ".tsv" else ","
-    with manifest.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        lines = csv.reader(file, delimiter=delimiter, strict=True)
-        try:
-            header = [name.strip() for name in next(lines, [])]
-            if len(set(header)) < len(header):
-                raise UsageError(f"{manifest}: two columns have one name in {', '.join(header)}")
-            for cells in lines:
-                if not cells:
-                    continue
-                if len(cells) != len(header):
-                    raise UsageError(
-                        f"{manifest}, line {lines.line_num}: {len(cells)} cells "
-                        f"under a header of {len(header)}"
-                    )
-                yield lines.line_num, dict(zip(header, cells, strict=True))
-        except csv.Error as ex:
-            raise UsageError(f"{manifest}, line {lines.line_num}: {ex}") from ex
-
-
-def _json_rows(manifest: Path) -> Iterator[Row]:
-    with manifest.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as ex:
-                raise UsageError(f"{manifest}, line {number}: not JSON ({ex})") from ex
-            if not isinstance(row, dict):
-                raise UsageError(f"{manifest}, line {number}: not a JSON object")
-            yield number, row
+def _is_number(cell: Any) -> bool:
+    try:
+        float(cell)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 class _Builder:
@@ -132,11 +103,21 @@ class _Builder:
         if not isinstance(path, str) or not path:
             raise self._error(row, column, f"{path!r} is not a path")
         if _NEEDS_NORMALIZING.search(path):
-            path = os.path.relpath(os.path.join(self.root, path), self.root)
-            path = path.replace(os.sep, "/")
+            path = self._below_root(row, column, path)
         if not os.path.isfile(os.path.join(self.root, path)):
             raise self._error(row, column, f"there is no file {path!r} in {self.root!r}")
         return os.fsencode(path)
+
+    def _below_root(self, row: Row, column: str, path: str) -> str:
+        """Return the plain path from the root to `path`, which must not lead out of it."""
+        full = os.path.join(self.root, path)
+        with suppress(ValueError):  # no file can have such a name
+            for at in (os.path.abspath, os.path.realpath):  # either may be written through a link
+                plain = os.path.relpath(at(full), at(self.root)).replace(os.sep, "/")
+                if plain.partition("/")[0] != "..":
+                    return plain
+        what = f"{path!r} lies outside SRC {self.root!r}: give a SRC that holds all pictures"
+        raise self._error(row, column, what)
 
     def _cell(self, row: Row, column: str) -> Any:
         if column not in row[1]:
@@ -160,8 +141,23 @@ class _Builder:
                 if names.setdefault(number, given) != given:
                     what = f"class {number} is {names[number]!r} above and {given!r} here"
                     raise self._error(row, name, what)
-        classes = tuple(names.get(k, str(k)) for k in range(max(labels) + 1))
+        classes = self._numbered(names, max(labels) + 1)
         return self._finish(classes, np.frombuffer(labels, np.int64))
+
+    def _numbered(self, names: Mapping[int, str], count: int) -> tuple[str, ...]:
+        """Return the names of classes 0 to `count` − 1: the number where none is given."""
+        numbers: dict[str, int] = {}
+        for number in range(count):
+            name = names.get(number, str(number))
+            other = numbers.setdefault(name, number)
+            if other != number:
+                unnamed = [k for k in (other, number) if k not in names]
+                why = f" (no row names class {unnamed[0]}: its number does)" if unnamed else ""
+                raise UsageError(
+                    f"{self.manifest}: classes {other} and {number} are both named "
+                    f"{name!r}{why}: give each a name of its own"
+                )
+        return tuple(numbers)
 
     def _label(self, row: Row, column: str) -> int:
         cell = self._cell(row, column)
@@ -170,8 +166,10 @@ class _Builder:
         except (TypeError, ValueError):
             number = None
         if number is None or isinstance(cell, bool | float):
-            what = f"{cell!r} is not a whole number; class names belong in a column 'class'"
-            raise self._error(row, column, what)
+            advice = "class names belong in a column 'class'"
+            if _is_number(cell):
+                advice = "call a column to predict 'target'"
+            raise self._error(row, column, f"{cell!r} is not a whole number; {advice}")
         if not -1 <= number < _MOST_CLASSES:
             what = f"{number} is not a class number (−1, or 0 to {_MOST_CLASSES - 1})"
             raise self._error(row, column, what + "; call a column to predict 'target'")
@@ -212,11 +210,16 @@ class _Builder:
 
     def _target(self, row: Row, column: str) -> float:
         cell = self._cell(row, column)
-        try:
-            return float(cell)
-        except (TypeError, ValueError):
+        if isinstance(cell, list):
+            raise self._error(row, column, f"{cell!r} is a list: give one column per target")
+        if not _is_number(cell):
             what = f"{cell!r} is not a number; without a label or class column all are targets"
-            raise self._error(row, column, what) from None
+            raise self._error(row, column, what)
+        number = float(cell)
+        if not abs(number) <= _LARGEST:
+            what = f"{cell!r} is no target to learn: give a finite number of 32 bits"
+            raise self._error(row, column, what)
+        return number
 
     def _finish(
         self, classes: tuple[str, ...], labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
