@@ -185,7 +185,7 @@ def test_summary_in_words_and_as_json(folder, out):
     text = str(summary)
     assert "x.h5: 22 pictures, 2 classes, " in text
     assert "2 pictures skipped:\n  2 × " in text
-    assert "stretch: 50x44 (median) → 32x32: proportions change" in text
+    assert "stretch: 50x44 (median sides) → 32x32: proportions change" in text
     assert "--fit keep" in text
     fields_ = json.loads(summary.to_json())
     assert fields_["items"] == 22

@@ -96,7 +96,7 @@ def test_empty_classes_are_named_or_kept(tmp_path):
 def test_pictures_beside_the_classes_are_noted(tmp_path):
     source = open_source(touch(tmp_path, "a/1.jpg", "loose.jpg", "readme.md"))
     assert keys(source) == ["a/1.jpg"]
-    assert source.notes == ("1 pictures beside the class folders have no class: left out",)
+    assert source.notes == ("left out, of no class: 1 picture beside the class folders",)
 
 
 def test_a_link_to_a_folder_above_is_refused(tmp_path):

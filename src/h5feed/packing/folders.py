@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from h5feed.counted import counted
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.table import Table
 
@@ -36,7 +37,8 @@ def read_folder(root: Path, *, allow_empty: bool, seen: Seen) -> Table:
     if classes:
         _refuse_splits(root, classes)
         if loose:
-            notes = (f"{len(loose)} pictures beside the class folders have no class: left out",)
+            found = counted(len(loose), "picture")
+            notes = (f"left out, of no class: {found} beside the class folders",)
         _add_classes(keys, root, classes, allow_empty)
     else:
         loose.sort(reverse=True)

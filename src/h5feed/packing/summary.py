@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from h5feed.counted import counted
 from h5feed.store.layout import FieldSpec
 
 __all__ = ["PackSummary", "describe_fit", "in_bytes"]
@@ -47,8 +48,8 @@ class PackSummary:
         if self.bytes_in:
             size += f" from {in_bytes(self.bytes_in)} of files"
         lines = [
-            f"{self.out}: {_count(self.items, 'picture')}, "
-            + (_count(self.classes, "class", "classes") if self.classes else "no classes")
+            f"{self.out}: {counted(self.items, 'picture')}, "
+            + (counted(self.classes, "class", "classes") if self.classes else "no classes")
             + f", {size}",
             f"{self.seconds:.1f} s"
             + (f", {self.images_per_second:,.0f} img/s" if self.images_per_second else "")
@@ -56,7 +57,7 @@ class PackSummary:
             self.fit,
         ]
         if self.skipped:
-            lines.append(f"{_count(len(self.skipped), 'picture')} skipped:")
+            lines.append(f"{counted(len(self.skipped), 'picture')} skipped:")
             lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]
         return "\n".join(lines)
 
@@ -67,23 +68,21 @@ def describe_fit(specs: Sequence[FieldSpec], source_shapes: np.ndarray[Any, Any]
     height, width = (int(side) for side in np.median(source_shapes, axis=0))
     if images.encoding == "original":
         return f"original: the JPEG files' own bytes, median {width}x{height}"
-    begin = f"{images.fit}: {width}x{height} (median) → "
+    begin = f"{images.fit}: {width}x{height} (median sides) → "
     if images.fit == "keep":
         return begin + f"short side {images.height}, proportions kept"
     begin += f"{images.width}x{images.height}"
     if images.fit != "stretch":
         return begin + {"crop": ", centre cut out", "pad": ", letterboxed"}[images.fit]
     ratios = source_shapes[:, 1] * images.height / (source_shapes[:, 0] * images.width)
-    if np.allclose(ratios, 1):
+    changed = np.count_nonzero(~np.isclose(ratios, 1))
+    if not changed:
         return begin
+    whose = "" if changed == len(ratios) else f" of {changed:,} of {len(ratios):,} pictures"
     return (
-        f"{begin}: proportions change; H5Loader undoes that in its crops. Other code: "
+        f"{begin}: proportions{whose} change; H5Loader undoes that in its crops. Other code: "
         'H5Dataset(..., aspect="source"), or pack with --fit keep'
     )
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def in_bytes(number: int) -> str:

@@ -1,0 +1,35 @@
+import numpy as np
+import pytest
+
+from h5feed.counted import counted
+from h5feed.packing.summary import describe_fit
+from packed import image_spec
+
+
+def said(*shapes):
+    return describe_fit([image_spec(size=(8, 8))], np.array(shapes)).partition("; ")[0]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(100, 100), (50, 50), (300, 300)], "stretch: 100x100 (median sides) → 8x8"),
+        (
+            [(100, 100), (50, 200), (200, 50)],
+            "stretch: 100x100 (median sides) → 8x8: proportions of 2 of 3 pictures change",
+        ),
+        (
+            [(50, 200), (200, 50)],
+            "stretch: 125x125 (median sides) → 8x8: proportions change",
+        ),
+    ],
+)
+def test_the_summary_says_how_many_pictures_change_their_proportions(shapes, expected):
+    assert said(*shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(0, "0 classes"), (1, "1 class"), (2000, "2,000 classes")]
+)
+def test_things_are_counted_as_people_do(number, expected):
+    assert counted(number, "class", "classes") == expected
