@@ -117,7 +117,6 @@ def make_data(config: TrainConfig, *, count=64, size=8, world=(0, 1), **changes)
         mean=(100.0, 100.0, 100.0),
         std=(50.0, 50.0, 50.0),
         size=size,
-        pictures=count,
         train_loader=train_loader,
         val_loader=list(
             MemoryLoader(images[rank::world_size], labels[rank::world_size], 8, shuffle=False)

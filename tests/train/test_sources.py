@@ -308,6 +308,14 @@ def test_files_that_are_none_and_batches_that_do_not_split(tmp_path, paths):
            accumulate=2, world=World(rank=0, size=3, device=CPU))  # fmt: skip
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+def test_no_loader_is_made_that_would_have_no_batch(tmp_path, paths, loader):
+    """What goes through epochs without end would wait for one for ever."""
+    data = open_(paths, tmp_path, loader, batch_size=64)
+    with pytest.raises(UsageError, match=r"--batch-size 64 is more than the 48 pictures of "):
+        data.train_loader(16)
+
+
 def test_a_batch_larger_than_the_set_is_one_sentence(tmp_path, paths):
     config = config_for(paths, tmp_path / "run", batch_size=64)
     with pytest.raises(UsageError) as caught:

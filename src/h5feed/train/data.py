@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from h5feed.errors import UsageError
+from h5feed.train.config import TrainConfig
+from h5feed.train.distributed import World
 from h5feed.train.step import Batch
 
-__all__ = ["Data", "Loader"]
+__all__ = ["Data", "Loader", "check_batch"]
 
 
 class Loader(Protocol):
@@ -51,9 +54,23 @@ class Data:
     """Likewise."""
     size: int
     """Side in pixels of the pictures that the model sees."""
-    pictures: int
-    """To train on, for all processes together."""
     train_loader: Callable[[int], Loader]
-    """Makes the training loader for pictures of a given side; equal batches, no short one."""
+    """Makes the training loader for pictures of a given side; equal batches, no short one.
+
+    Raises UsageError where the pictures are too few for a batch.
+    """
     val_loader: Iterable[Batch] | None = None
     """This process's share of the pictures to score on; the last batch may be short."""
+
+
+def check_batch(config: TrainConfig, world: World, pictures: int) -> None:
+    """Raise UsageError where `pictures`, for all processes together, do not make one batch."""
+    if config.batch_size <= pictures:
+        return
+    parts = config.speed.accumulate * world.size
+    most = pictures - pictures % parts
+    advice = f"take {most} or fewer" if most else f"it takes {parts} for a batch at least"
+    raise UsageError(
+        f"--batch-size {config.batch_size} is more than the {pictures} pictures of "
+        f"{config.train}: {advice}"
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from h5feed._optional import require
 from h5feed.errors import UsageError
 from h5feed.train.config import TrainConfig
-from h5feed.train.data import Data, Loader
+from h5feed.train.data import Data, Loader, check_batch
 from h5feed.train.distributed import World
 from h5feed.train.packed import Kind, check_alike, choose_outputs
 from h5feed.train.recipes import scoring_ops, to_torchvision, training_ops
@@ -44,7 +44,6 @@ def open_folders(config: TrainConfig, world: World, batch_size: int) -> Data:
         mean=mean,
         std=std,
         size=size,
-        pictures=len(train),
         train_loader=partial(_training, config, world, train, batch_size),
         val_loader=val_loader,
     )
@@ -67,6 +66,7 @@ def _kind(folder: Any, config: TrainConfig, path: Path) -> Kind:
 
 
 def _training(config: TrainConfig, world: World, folder: Any, batch_size: int, size: int) -> Loader:
+    check_batch(config, world, len(folder))
     ops = to_torchvision(training_ops(config.data, size, None, dense=False))
     augmented = Augmented(folder, _to_tensor(ops), seed=config.seed, masks=False)
     return StockLoader(augmented, len(folder), batch_size, config.data, world, seed=config.seed)

@@ -55,8 +55,6 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
     size_of = partial(picture_size, config.recipe.progressive, data.size, config.epochs)
     loaders = EpochLoaders(data.train_loader, size_of)
     steps_per_epoch = len(loaders) // config.speed.accumulate
-    if steps_per_epoch == 0:
-        raise _too_few(config, data, world)
     total = steps_per_epoch * config.epochs
     net, dropped = build_network(config, data)
     step = build_step(config, net, task, world, precision, total)
@@ -91,16 +89,6 @@ def choose_task(config: TrainConfig, data: Data) -> Task:
     """Return what is learned: the user's own task, or the one that the data is for."""
     wanted = config.loss.task
     return make_task(wanted if ":" in wanted else data.task, config.loss, data.num_outputs)
-
-
-def _too_few(config: TrainConfig, data: Data, world: World) -> UsageError:
-    parts = config.speed.accumulate * world.size
-    most = data.pictures - data.pictures % parts
-    help_ = f"take {most} or fewer" if most else f"it takes {parts} for a batch at least"
-    return UsageError(
-        f"--batch-size {config.batch_size} is more than the {data.pictures} pictures of "
-        f"{config.train}: {help_}"
-    )
 
 
 def _check(config: TrainConfig, data: Data, task: Task) -> None:

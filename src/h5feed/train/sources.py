@@ -9,7 +9,7 @@ from h5feed.feed import H5Dataset
 from h5feed.feed.facts import channel_stats
 from h5feed.feed.loader import H5Loader
 from h5feed.train.config import TrainConfig
-from h5feed.train.data import Data, Loader
+from h5feed.train.data import Data, Loader, check_batch
 from h5feed.train.distributed import World
 from h5feed.train.folders import open_folders
 from h5feed.train.packed import Kind, check_alike, default_size, read_kind, stored_size
@@ -42,7 +42,6 @@ def open_data(config: TrainConfig, world: World) -> Data:
         mean=tuple(255 * value for value in stats.mean),
         std=tuple(max(1.0, 255 * value) for value in stats.std),
         size=size,
-        pictures=len(train),
         train_loader=partial(_training, config, world, train, kind, batch_size),
         val_loader=_scoring(config, world, kind, batch_size, size),
     )
@@ -63,6 +62,7 @@ def _training(
     config: TrainConfig, world: World, ds: H5Dataset, kind: Kind, batch_size: int, size: int
 ) -> Loader:
     """Make the training loader for pictures of `size` px."""
+    check_batch(config, world, len(ds))
     data, dense = config.data, kind.task == "segmentation"
     ops = training_ops(data, size, stored_size(ds), dense=dense)
     if data.loader == "synthetic":
