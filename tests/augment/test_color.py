@@ -12,7 +12,7 @@ from augment.judge import (
     planar,
     run,
 )
-from h5feed.augment import ColorJitter
+from h5feed.augment import ColorJitter, RandomResizedCrop
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -49,6 +49,25 @@ def test_the_device_makes_what_the_cpu_makes(op):
     pictures = images(12, 40, 50)
     pipeline, params, out = run([op], pictures, FakeDraws(range(12)))
     assert_close(on_device(pipeline, params, pictures), out)
+
+
+def test_what_a_crops_rounding_becomes_is_no_more_than_in_torchvision():
+    pictures = images(48, 96, 96)
+    pipeline, params, out = run([RandomResizedCrop(64), ALL], pictures, FakeDraws(range(48)))
+    apart = np.abs(on_device(pipeline, params, pictures).numpy().astype(int) - out)
+    assert apart.max() <= 10
+    assert apart.mean() <= 0.5
+    assert (apart > 2).mean() < 0.005
+
+    _, _, cropped = run([RandomResizedCrop(64)], pictures, FakeDraws(range(48)))
+    moved = cropped ^ 1  # every level by one, up or down
+    _, params, _ = run([ALL], cropped, FakeDraws(range(48)))
+    rows = params.views[0][1].tolist()
+    one, other = (
+        np.stack([theirs(ALL, *both) for both in zip(rows, taken, strict=True)]).astype(int)
+        for taken in (cropped, moved)
+    )
+    assert np.abs(one - other).max() >= apart.max()
 
 
 def test_the_order_matters_and_is_kept():

@@ -73,7 +73,8 @@ class H5Loader(PackedLoader):
         antialias: True, False or "auto", see h5feed.augment.Pipeline.
         device: where batches are delivered.
         augment_on: "cpu" (loader threads), "device" (whole batches, there), or "auto": on a CUDA
-            device wherever pictures have one size.
+            device wherever pictures have one size. Both make the same pictures, up to rounding,
+            which changes of color in a row multiply: h5feed.augment says by how much.
         residency: where pictures lie. "stream": in the file; threads read each batch. "device": in
             the device's memory; "pinned": in page-locked memory of the host, over the bus. There
             the device gathers and augments by itself, and the CPU only draws numbers; all
