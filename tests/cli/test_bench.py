@@ -7,9 +7,11 @@ from PIL import Image
 
 from cli.terminal import AtTerminal
 from h5feed import pack
-from h5feed.bench.compare import settings
+from h5feed.bench.compare import crop_in_words, settings
 from h5feed.bench.options import CompareOptions
 from h5feed.cli.bench import main
+from h5feed.feed.source import Pixels
+from loaders import write_kind
 from pictures import jpeg_bytes, smooth
 
 
@@ -128,6 +130,8 @@ def test_wrong_folder_is_named(packed, tmp_path, capsys):
     ("arguments", "said"),
     [
         (["--workers", "0"], "workers=0 is too small: give 1 or more"),
+        (["--seconds", "nan"], "seconds=nan is too small: give 0.05 or more"),
+        (["--seconds", "inf"], "seconds=inf is too large: give 300 or less"),
         (["--repeats", "0"], "repeats=0 is too small: give 1 or more"),
         (["--only", "nobody"], "only=['nobody'] matches no loader: give a part of "),
     ],
@@ -171,8 +175,7 @@ def test_training_is_told_in_its_own_columns(packed, capsys):
     out = capsys.readouterr().out
     assert "AU" in out
     assert "bound" in out
-    assert "epochs" in out
-    assert "Packing all of it takes about" in out
+    assert "Packing all of it takes about" in out  # in how many epochs it pays depends on the load
 
 
 def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
@@ -182,6 +185,21 @@ def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
     assert "--model 'none' is not known" in capsys.readouterr().err
 
 
+def test_a_crop_is_what_the_pictures_have_and_a_larger_one_is_said(packed):
+    pixels = Pixels([packed / "data.h5"])
+    usual = CompareOptions().for_file(pixels)
+    assert (usual.side, usual.batch) == (32, 24)
+    assert crop_in_words(pixels, usual) == "32²"
+    large = CompareOptions(crop=48).for_file(pixels)
+    assert crop_in_words(pixels, large) == "48² (enlarged: stored at 32)"
+    assert crop_in_words(pixels, CompareOptions(crop=16).for_file(pixels)) == "16²"
+
+
+def test_pictures_of_their_own_sizes_are_cropped_as_usual(tmp_path):
+    original = write_kind(tmp_path / "a.h5", "original", 3)
+    assert CompareOptions().for_file(Pixels([original])).side == 224
+
+
 @pytest.mark.parametrize(
     ("given", "pictures", "batch"),
     [
@@ -189,10 +207,12 @@ def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
         ({}, 1024, 256),
         ({}, 1023, 128),
         ({}, 500, 64),
-        ({}, 10, 64),
+        ({}, 64, 64),
+        ({}, 10, 10),
         ({"quick": True}, 100_000, 64),
-        ({"batch_size": 300}, 10, 300),
-        ({"batch_size": 300, "quick": True}, 10, 300),
+        ({"batch_size": 300}, 300, 300),
+        ({"batch_size": 300}, 10, 10),
+        ({"batch_size": 300, "quick": True}, 1000, 300),
     ],
 )
 def test_a_small_set_gets_small_batches(given, pictures, batch):
@@ -201,8 +221,9 @@ def test_a_small_set_gets_small_batches(given, pictures, batch):
 
 def test_sweep_measures_worker_counts_and_batch_sizes(monkeypatch):
     monkeypatch.setattr("h5feed.bench.machine.cores", lambda: 4)
-    given = settings(CompareOptions(sweep=True))
+    given = settings(CompareOptions(sweep=True), 1000)
     assert [(options.batch_size, workers) for options, workers in given] == [
         (size, workers) for size in (64, 256) for workers in (1, 2, 4)
     ]
-    assert [w for _, w in settings(CompareOptions(workers=3))] == [3]
+    assert {o.batch_size for o, _ in settings(CompareOptions(sweep=True, batch_size=9), 9)} == {9}
+    assert [w for _, w in settings(CompareOptions(workers=3), 1000)] == [3]

@@ -85,6 +85,12 @@ def test_a_drawing_that_cannot_be_written_is_refused_before_any_work(
     assert "a.png is a file that is read here" in capsys.readouterr().err
 
 
+def test_ablate_measures_no_endless_windows(packed, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["ablate", packed, *SMALL, "--seconds", "inf"])
+    assert "--seconds inf is too large: it must be at most 300" in capsys.readouterr().err
+
+
 def test_ablate_prints_one_form(packed, capsys):
     assert main(["ablate", packed, *SMALL, "--json", "--markdown"]) == 2
     assert "json and markdown are two forms of one output" in capsys.readouterr().err

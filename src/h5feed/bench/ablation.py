@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from h5feed.bench.rounds import LONGEST_WINDOW
 from h5feed.bench.tricks import Published
+from h5feed.errors import UsageError
 from h5feed.train.limits import at_least
 
 __all__ = ["AblateOptions", "Ablation", "Row"]
@@ -36,6 +38,9 @@ class AblateOptions:
     def __post_init__(self) -> None:
         at_least(self, 0.05, "seconds")
         at_least(self, 1, "repeats", "final_steps")
+        if self.seconds > LONGEST_WINDOW:
+            most = f"it must be at most {LONGEST_WINDOW:g}"
+            raise UsageError(f"--seconds {self.seconds} is too large: {most}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

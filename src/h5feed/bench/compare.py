@@ -11,13 +11,13 @@ import torch
 
 from h5feed.bench import ceilings, machine
 from h5feed.bench.contestants import contestants, entries
-from h5feed.bench.options import CompareOptions
+from h5feed.bench.options import CompareOptions, stored_side
 from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
 from h5feed.bench.rounds import run
 from h5feed.feed.source import Pixels
 
-__all__ = ["compare", "facts", "report_of", "settings"]
+__all__ = ["compare", "crop_in_words", "facts", "report_of", "settings"]
 
 Tell = Callable[[str], None]
 
@@ -28,7 +28,7 @@ def facts(file: Path, options: CompareOptions) -> dict[str, Any]:
     if options.where == "cuda":
         versions["GPU"] = torch.cuda.get_device_name()
     named = asdict(options)
-    named["batch_size"] = options.batch
+    named |= {"batch_size": options.batch, "crop": options.side}
     named["images"] = options.images and options.images.name  # no path of this machine
     return {
         "machine": machine.machine(file),
@@ -46,6 +46,13 @@ def _disk_outcome(file: Path, count: int) -> Iterable[Outcome]:
         yield Outcome(name="disk, cold", ceiling=True, rates=(rate / per_picture,), note=note)
 
 
+def crop_in_words(pixels: Pixels, options: CompareOptions) -> str:
+    """Return "224²", and that it is enlarged where less is stored."""
+    stored = stored_side(pixels)
+    enlarged = stored is not None and stored < options.side
+    return f"{options.side}²" + (f" (enlarged: stored at {stored})" if enlarged else "")
+
+
 def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Report:
     """Measure one setting."""
     pixels = Pixels([file])
@@ -55,8 +62,8 @@ def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Repor
         outcomes += _disk_outcome(file, len(pixels))
     title = (
         f"{len(pixels):,} pictures ({pixels.specs['images'].encoding}), random crop to "
-        f"{options.crop}² and flip, batches of {options.batch}, {workers} workers, "
-        f"on {options.where}"
+        f"{crop_in_words(pixels, options)} and flip, batches of {options.batch}, "
+        f"{workers} workers, on {options.where}"
     )
     return report_of(title, outcomes, left_out, facts(file, options), len(pixels))
 
@@ -82,13 +89,13 @@ def report_of(
     )
 
 
-def settings(options: CompareOptions) -> list[tuple[CompareOptions, int]]:
-    """Return (options, workers) of every comparison: one, or with `sweep` many."""
+def settings(options: CompareOptions, pictures: int) -> list[tuple[CompareOptions, int]]:
+    """Return (options, workers) of every comparison on a set: one, or with `sweep` many."""
     cores = machine.cores()
     if not options.sweep:
         return [(options, options.workers or min(cores, 8))]
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= cores]
-    sizes = sorted({64, options.batch})
+    sizes = sorted({min(64, pictures), options.batch})
     return [(replace(options, batch_size=size), n) for size in sizes for n in counts]
 
 
@@ -100,5 +107,6 @@ def compare(file: Path, options: CompareOptions, tell: Tell = lambda _: None) ->
         SubjectError: A loader failed, or did not deliver what it should.
     """
     options.check()
-    options = options.for_set_of(len(Pixels([file])))
-    return [_one(file, given, workers, tell) for given, workers in settings(options)]
+    pixels = Pixels([file])
+    options = options.for_file(pixels)
+    return [_one(file, given, workers, tell) for given, workers in settings(options, len(pixels))]

@@ -109,8 +109,8 @@ def _expectation(pixels: Pixels, options: CompareOptions, ceiling: bool) -> Expe
     return Expectation(
         pictures=len(pixels),
         batch_size=options.batch,
-        height=options.crop,
-        width=options.crop,
+        height=options.side,
+        width=options.side,
         label_counts=counts,
         ceiling=ceiling,
     )
@@ -157,7 +157,7 @@ def entries(
         "images": str(options.images) if options.images else None,
         "workers": workers,
         "batch_size": options.batch,
-        "crop": options.crop,
+        "crop": options.side,
         "device": options.where,
     }
     return [

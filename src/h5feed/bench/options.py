@@ -9,13 +9,21 @@ from typing import Literal
 import torch
 
 from h5feed.bench.report import SMOKE_BATCHES
-from h5feed.bench.rounds import Schedule
+from h5feed.bench.rounds import LONGEST_WINDOW, Schedule
 from h5feed.errors import UsageError
+from h5feed.feed.source import Pixels
 
-__all__ = ["CompareOptions"]
+__all__ = ["CompareOptions", "stored_side"]
 
 _USUAL_BATCH = 256
 _SMALLEST_BATCH = 64
+_USUAL_CROP, _SMALLEST_CROP = 224, 8
+
+
+def stored_side(pixels: Pixels) -> int | None:
+    """Return the short side that pictures are stored at, in pixels; None: each its own."""
+    spec = pixels.specs["images"]
+    return min(spec.height, spec.width) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +33,11 @@ class CompareOptions:
     images: Path | None = None
     """The folder that FILE was packed from: measured as it is used today."""
     batch_size: int | None = None
-    """Pictures per batch; otherwise 256, or down to 64 for a small set and with --quick."""
-    crop: int = 224
-    """Side of the random crop that every loader makes."""
+    """Pictures per batch; otherwise 256, or down to 64 for a small set and with --quick.
+    Never more than FILE holds."""
+    crop: int | None = None
+    """Side of the random crop that every loader makes; otherwise 224, or the stored pictures'
+    short side where that is less."""
     workers: int | None = None
     """Worker processes or threads of each loader; otherwise one per core, at most 8."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -47,11 +57,21 @@ class CompareOptions:
 
     def check(self) -> None:
         """Raise UsageError for a value out of range."""
-        least_of = {"batch_size": 1, "crop": 8, "workers": 1, "repeats": 1, "seconds": 0.05}
+        least_of = {
+            "batch_size": 1,
+            "crop": _SMALLEST_CROP,
+            "workers": 1,
+            "repeats": 1,
+            "seconds": 0.05,
+        }
         for name, least in least_of.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and not value >= least:  # NaN is not
                 raise UsageError(f"{name}={value} is too small: give {least} or more")
+        if self.seconds > LONGEST_WINDOW:
+            raise UsageError(
+                f"seconds={self.seconds} is too large: give {LONGEST_WINDOW:g} or less"
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device=cuda, but torch sees no GPU here: give cpu")
 
@@ -60,12 +80,23 @@ class CompareOptions:
         """Pictures per batch where nothing is known of the set."""
         return self.batch_size or (_SMALLEST_BATCH if self.quick else _USUAL_BATCH)
 
+    @property
+    def side(self) -> int:
+        """Side of the crop where nothing is known of the file."""
+        return self.crop or _USUAL_CROP
+
+    def for_file(self, pixels: Pixels) -> CompareOptions:
+        """Return these options with the batch size and the crop that a file's pictures ask for."""
+        side = min(self.side, stored_side(pixels) or self.side)
+        crop = self.crop or max(side, _SMALLEST_CROP)
+        return replace(self.for_set_of(len(pixels)), crop=crop)
+
     def for_set_of(self, pictures: int) -> CompareOptions:
-        """Return these options with a batch size that `pictures` fill several times, if any."""
+        """Return these options with a batch size that `pictures` fill: several times, if any."""
         size = self.batch
         while self.batch_size is None and _SMALLEST_BATCH < size > pictures // SMOKE_BATCHES:
             size //= 2
-        return replace(self, batch_size=size)
+        return replace(self, batch_size=min(size, pictures))
 
     @property
     def where(self) -> str:

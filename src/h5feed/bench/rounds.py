@@ -19,9 +19,11 @@ from .measure import Expectation
 from .outcomes import Cold, Outcome
 from .remote import Remote, SubjectError
 
-__all__ = ["Entry", "Schedule", "run"]
+__all__ = ["LONGEST_WINDOW", "Entry", "Schedule", "run"]
 
 Tell = Callable[[str], None]
+LONGEST_WINDOW = 300.0
+"""Seconds: half of what `Remote` waits for an answer before it ends the subject."""
 _PLACES = frozenset({"file", "images", "data"})  # of this machine: of no use to anybody else
 
 

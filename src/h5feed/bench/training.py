@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from h5feed.bench.compare import facts, report_of, settings
+from h5feed.bench.compare import crop_in_words, facts, report_of, settings
 from h5feed.bench.contestants import Contestant, contestants, entries
 from h5feed.bench.options import CompareOptions
 from h5feed.bench.outcomes import Outcome
@@ -140,8 +140,8 @@ def train(
     if options.sweep:
         raise UsageError("sweep is for loaders alone: leave it out with train")
     pixels = Pixels([file])
-    options = options.for_set_of(len(pixels))
-    ((_, workers),) = settings(options)
+    options = options.for_file(pixels)
+    ((_, workers),) = settings(options, len(pixels))
     model = given.chosen(options.where)
     params = {"model": model, "outputs": max(len(pixels.classes), 2)}
     taking_part, left_out = entries(_trained(params), pixels, options, workers)
@@ -150,7 +150,7 @@ def train(
     known = facts(file, options) | {"model": model} | _break_even(file, options, outcomes)
     title = (
         f"Training {model} on {len(pixels):,} pictures "
-        f"({pixels.specs['images'].encoding}), crop {options.crop}², batches of "
+        f"({pixels.specs['images'].encoding}), crop {crop_in_words(pixels, options)}, batches of "
         f"{options.batch}, {workers} workers, on {options.where}"
     )
     return report_of(title, outcomes, left_out, known, len(pixels), kind="training")
