@@ -97,7 +97,16 @@ def test_show_tells_facts_and_histogram(packed, capsys):
 
 def test_show_leaves_out_what_is_too_much(packed, capsys):
     show.main([str(packed), "--classes", "1"])
-    assert "… and 1 more classes" in capsys.readouterr().out
+    assert "… and 1 more class (--classes N" in capsys.readouterr().out
+
+
+def test_one_item_is_not_items(tmp_path, capsys):
+    path = write_packed(tmp_path / "a.h5", random_images(1), classes=("cat",))
+    show.main([str(path)])
+    check.main([str(path)])
+    out = capsys.readouterr().out
+    assert "  1 item, 1 class, " in out
+    assert "sound (1 item, " in out
 
 
 def test_show_json_stats_and_sheet(packed, tmp_path, capsys):

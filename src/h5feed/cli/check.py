@@ -10,6 +10,7 @@ from pathlib import Path
 import tyro
 
 from h5feed.cli._common import DONE, FAILED, run_command
+from h5feed.counted import counted
 from h5feed.printable import printable
 from h5feed.progress import Progress
 from h5feed.store import CheckReport, check_file
@@ -53,7 +54,7 @@ def _as_json(report: CheckReport) -> str:
 def _as_text(report: CheckReport) -> str:
     if report.error is not None:
         return f"refused: {report.error}"
-    size = f"{report.items:,} items, {report.payload_bytes / 1e6:,.1f} MB"
+    size = f"{counted(report.items, 'item')}, {report.payload_bytes / 1e6:,.1f} MB"
     if report.is_sound:
         return f"{report.path}: sound ({size})"
     lines = [f"item {item.index}: {printable(item.key)}" for item in report.damaged]

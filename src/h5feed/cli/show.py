@@ -12,6 +12,7 @@ import tyro
 
 from h5feed.cli._common import run_command
 from h5feed.cli._target import check_target, write_whole
+from h5feed.counted import counted
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
@@ -82,7 +83,7 @@ def _stats(path: Path) -> ChannelStats:
 def _as_text(facts: dict[str, Any], command: _Command) -> str:
     lines = [
         facts["path"],
-        f"  {facts['items']:,} items, {facts['classes']:,} classes, "
+        f"  {counted(facts['items'], 'item')}, {counted(facts['classes'], 'class', 'classes')}, "
         f"{facts['file_bytes'] / 1e6:,.1f} MB on disk",
     ]
     for name, field in facts["fields"].items():
@@ -126,8 +127,10 @@ def _histogram(counts: dict[str, int], most: int) -> list[str]:
     lines = [
         f"  {name:<{longest}}  {count:>9,}  {'█' * round(count / unit)}" for name, count in shown
     ]
-    more = len(counts) - len(shown)
-    return lines + ([f"  … and {more:,} more classes (--classes N shows more)"] if more else [])
+    if more := len(counts) - len(shown):
+        left = counted(more, "more class", "more classes")
+        lines.append(f"  … and {left} (--classes N shows more)")
+    return lines
 
 
 if __name__ == "__main__":
