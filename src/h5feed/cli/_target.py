@@ -4,21 +4,14 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from h5feed._optional import require
 from h5feed.errors import UsageError
 
 __all__ = ["check_plot", "check_target", "write_whole"]
 
 
-def check_plot(option: str, path: Path | None, *, reads: Iterable[Path | None], extra: str) -> None:
-    """Refuse a plot that matplotlib could not write to `path`; None: no plot is wanted.
-
-    Raises as `check_target` does, and ImportError (naming the `extra` to install) without
-    matplotlib.
-    """
-    if path is not None:
-        check_target(option, path, endings=(".png", ".svg", ".pdf"), reads=reads)
-        require("matplotlib", extra)
+def check_plot(option: str, path: Path, *, reads: Iterable[Path | None]) -> None:
+    """Refuse what matplotlib could not write to, as `check_target` does."""
+    check_target(option, path, endings=(".png", ".svg", ".pdf"), reads=reads)
 
 
 def check_target(

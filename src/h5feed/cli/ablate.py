@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from h5feed._optional import require
 from h5feed.bench.ablate import ablate
 from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, save_plot
 from h5feed.bench.ablation import AblateOptions
@@ -42,7 +43,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _ablate(command: _Command) -> None:
     refuse_two_forms(json=command.json, markdown=command.markdown)
-    check_plot("--draw", command.draw, reads=(command.run.train, command.run.val), extra="bench")
+    if command.draw is not None:
+        check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
+        require("matplotlib", "bench")
     with Teller() as tell:
         try:
             ablation = ablate(command.run, command.ablate, tell)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from h5feed._optional import require
 from h5feed.bench.compare import compare
 from h5feed.bench.options import CompareOptions
 from h5feed.bench.plot import save_plot
@@ -61,7 +62,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _bench(command: _Command) -> None:
     refuse_two_forms(json=command.json, markdown=command.markdown)
-    check_plot("--plot", command.plot, reads=(command.file,), extra="bench")
+    if command.plot is not None:
+        check_plot("--plot", command.plot, reads=(command.file,))
+        require("matplotlib", "bench")
     with Teller() as tell:
         try:
             reports = _measured(command, tell)

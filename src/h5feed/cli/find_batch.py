@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from h5feed._optional import require
 from h5feed.cli._target import check_plot
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.train import TrainConfig
@@ -36,7 +37,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _find(command: _Command) -> None:
-    check_plot("--draw", command.draw, reads=(command.run.train, command.run.val), extra="train")
+    if command.draw is not None:
+        check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
+        require("matplotlib", "train")
     whole = replace(command.run, speed=replace(command.run.speed, accumulate=1))
     with open_trial(whole) as trial:
         sizes = find_batch(trial.step, partial(_batch, trial), trial.world, command.test, _tell)

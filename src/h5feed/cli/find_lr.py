@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from h5feed._optional import require
 from h5feed.cli._target import check_plot
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.progress import Progress
@@ -33,7 +34,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _find(command: _Command) -> None:
-    check_plot("--draw", command.draw, reads=(command.run.train, command.run.val), extra="train")
+    if command.draw is not None:
+        check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
+        require("matplotlib", "train")
     steps = command.test.steps
     with open_trial(command.run) as trial, Progress(steps, "find-lr", unit="step") as progress:
 
