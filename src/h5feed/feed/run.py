@@ -97,7 +97,7 @@ class Run(Iterator[Any]):
         self._request()
         if work.error is not None:
             self.close()
-            raise work.error
+            raise work.take_error()
         return self._hand_over(work)
 
     def close(self) -> None:

@@ -67,6 +67,12 @@ class Work:
         self._params: Params | None = None
         self._slots: Sequence[Sequence[Slot]] = ()
 
+    def take_error(self) -> BaseException:
+        """Return the error and forget it: it knows this batch, which would else know it."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
     def plan(self) -> None:
         """Decide which samples and what happens to them, and hand out the chunks (a job)."""
         chunks: list[Job] = []
