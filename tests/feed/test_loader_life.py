@@ -281,7 +281,8 @@ def test_loaders_that_come_and_go_leave_nothing(ds):
 # --- processes ----------------------------------------------------------------------------------
 
 SCRIPT = """
-    import sys, time
+    import signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     from h5feed import H5Dataset, H5Loader
     from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
     loader = H5Loader(H5Dataset(sys.argv[1]), 4, threads=4, prefetch=4,
