@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +25,8 @@ class AtTerminal:
             stderr=theirs,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            # A shell has its background commands ignore it, and they pass that on.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(theirs)
 
