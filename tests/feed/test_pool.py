@@ -9,17 +9,7 @@ import weakref
 import torch
 
 from h5feed.feed.pool import Pool
-
-
-def alive():
-    return {t for t in threading.enumerate() if t.name.startswith("h5feed")}
-
-
-def wait_until(true, seconds=10):
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
+from loaders import loader_threads, wait_until
 
 
 def test_jobs_run_in_order_on_one_thread():
@@ -31,16 +21,16 @@ def test_jobs_run_in_order_on_one_thread():
 
 
 def test_threads_are_as_many_as_asked_for_and_end_with_close():
-    before = alive()
+    before = loader_threads()
     pool = Pool(3)
-    assert alive() == before, "no thread before the first job"
+    assert loader_threads() == before, "no thread before the first job"
     together = threading.Barrier(4)
     for _ in range(3):
         pool.submit(together.wait)
     together.wait(10)
-    assert len(alive() - before) == 3
+    assert len(loader_threads() - before) == 3
     pool.close()
-    assert alive() == before
+    assert loader_threads() == before
 
 
 def test_a_closed_pool_starts_again():
@@ -66,23 +56,23 @@ def test_close_waits_for_what_the_last_jobs_submit():
 
 
 def test_letting_go_of_the_pool_ends_its_threads():
-    before = alive()
+    before = loader_threads()
     pool = Pool(2)
     pool.submit(lambda: None)
     watch = weakref.ref(pool)
     del pool
     assert watch() is None
-    assert wait_until(lambda: alive() == before)
+    assert wait_until(lambda: loader_threads() == before)
 
 
 def test_a_job_that_holds_the_pool_may_be_the_last_to_do_so():
-    before = alive()
+    before = loader_threads()
     pool = Pool(2)
     go = threading.Event()
     pool.submit(lambda pool=pool: go.wait())
     del pool
     go.set()
-    assert wait_until(lambda: gc.collect() is not None and alive() == before)
+    assert wait_until(lambda: gc.collect() is not None and loader_threads() == before)
 
 
 def test_a_thread_that_waits_holds_no_job():
