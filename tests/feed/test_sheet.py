@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from h5feed.errors import UsageError
-from h5feed.feed.sheet import contact_sheet
+from h5feed.feed.sheet import class_colors, contact_sheet
 from packed import random_images, write_packed
 
 PAPER = np.array([255, 255, 255])
@@ -59,7 +59,27 @@ def test_masks_are_laid_over(tmp_path):
     path = write_packed(tmp_path / "a.h5", images, masks=[mask, mask])
     sheet = np.asarray(contact_sheet(path, height=64, width=300)).astype(int)
     assert (sheet[30, 12] == 0).all()
-    assert (abs(sheet[30, 6 + 60] - np.array([115, 12, 37])) < 4).all()
+    wash = class_colors()[1] * 0.35
+    assert (abs(sheet[30, 6 + 60] - wash) < 2).all()  # thin: the picture shows through
+    assert (sheet[30, 6 + 32] == class_colors()[1]).all()  # the outline
+
+
+def test_no_two_classes_have_one_color_and_a_legend_names_those_that_are_shown(tmp_path):
+    assert len({tuple(color) for color in class_colors().tolist()}) == 256
+    images = [flat((0, 0, 0)) for _ in range(2)]
+    plain = write_packed(tmp_path / "plain.h5", images)
+    bare = contact_sheet(plain, height=64, width=300).height
+    masks = [np.full((32, 32, 1), number, np.uint8) for number in (7, 255)]
+    sheet = contact_sheet(
+        write_packed(tmp_path / "a.h5", images, masks=masks), height=64, width=300
+    )
+    legend = np.asarray(sheet)[bare:]
+    assert len(legend) > 12
+    for number, seen in ((7, True), (255, True), (1, False)):
+        assert (legend == class_colors()[number]).all(2).any() == seen
+    many = [np.arange(32, dtype=np.uint8).repeat(32).reshape(32, 32, 1)] * 2
+    tall = contact_sheet(write_packed(tmp_path / "b.h5", images, masks=many), height=64, width=300)
+    assert tall.height > sheet.height + 5 * 12  # its entries flow in rows
 
 
 def test_targets_and_a_very_wide_picture(tmp_path):

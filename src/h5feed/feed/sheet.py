@@ -1,31 +1,40 @@
 """A contact sheet: a look at what a packed file really holds."""
 
+import colorsys
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.printable import printable
 
-__all__ = ["contact_sheet"]
+__all__ = ["class_colors", "contact_sheet", "overlay_mask"]
 
 _MARGIN, _CAPTION, _FONT = 6, 16, 12  # pixels
 _PAPER, _INK = (255, 255, 255), (40, 40, 40)
-# Mask overlay: well-told-apart colors, repeated; class 0 is left clear as the usual background.
-_COLORS = np.array(
-    [(230, 25, 75), (60, 180, 75), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240)]
-)
+_CLEAR, _VOID = 0, 255
+"""Class numbers of masks: usually the background, left clear, and pixels that no class has."""
+_OPACITY = 0.35
+_FIRST_COLORS = (
+    (230, 25, 75), (60, 180, 75), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240),
+    (240, 50, 230), (255, 225, 25), (170, 110, 40), (0, 128, 128), (188, 246, 12), (250, 190, 190),
+    (128, 0, 0), (0, 0, 128), (128, 128, 0), (220, 190, 255), (170, 255, 195), (255, 215, 180),
+)  # fmt: skip
+"""Of classes 1 to 18: hues as far apart as can be, those of few classes the farthest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
     picture: Image.Image
     caption: str
+    classes: frozenset[int] = field(default_factory=frozenset)
+    """Class numbers in its mask."""
 
 
 def contact_sheet(
@@ -34,7 +43,8 @@ def contact_sheet(
     """Draw a sample of a packed file, with class names, in the pictures' true proportions.
 
     At most `pictures` of them, taken evenly from all classes in turn; each `height` pixels high,
-    flowing in rows of `width` pixels. Masks are laid over their pictures.
+    flowing in rows of `width` pixels. Masks are laid over their pictures, each class in a color
+    of its own, which a legend below names.
 
     Raises UsageError where one of the numbers is less than 1, or `width` holds no picture.
     """
@@ -49,8 +59,12 @@ def contact_sheet(
     cells = [_cell(ds, index, height, width) for index in _choose(ds, pictures)]
     rows = _rows(cells, width)
     step = height + _CAPTION + _MARGIN
-    sheet = Image.new("RGB", (width, len(rows) * step + _MARGIN), _PAPER)
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT)
+    font = ImageFont.load_default(_FONT)
+    legend = _legend(sorted(set().union(*(cell.classes for cell in cells))), width, font)
+    end = len(rows) * step + _MARGIN
+    sheet = Image.new("RGB", (width, end + legend.height), _PAPER)
+    sheet.paste(legend, (0, end))
+    draw = ImageDraw.Draw(sheet)
     for number, row in enumerate(rows):
         left, top = _MARGIN, _MARGIN + number * step
         for cell in row:
@@ -81,21 +95,76 @@ def _evenly(items: Any, count: int) -> list[int]:
 
 def _cell(ds: H5Dataset, index: int, height: int, width: int) -> _Cell:
     picture, target = ds[index]
+    fitted = min(round(picture.width * height / picture.height), width - 2 * _MARGIN)
+    size = (max(1, fitted), height)
+    picture = picture.resize(size, Image.Resampling.LANCZOS)
     if isinstance(target, Image.Image):
-        picture, caption = _overlaid(picture, target), Path(ds.pixels.key(index)).name
-    elif isinstance(target, int):
+        mask = np.asarray(target.resize(size, Image.Resampling.NEAREST))
+        caption = Path(ds.pixels.key(index)).name
+        return _Cell(overlay_mask(picture, mask), caption, frozenset(np.unique(mask).tolist()))
+    if isinstance(target, int):
         caption = ds.classes[target] if 0 <= target < len(ds.classes) else f"label {target}"
     else:
         caption = ", ".join(f"{value:g}" for value in target.tolist())
-    fitted = min(round(picture.width * height / picture.height), width - 2 * _MARGIN)
-    return _Cell(picture.resize((max(1, fitted), height), Image.Resampling.LANCZOS), caption)
+    return _Cell(picture, caption)
 
 
-def _overlaid(picture: Image.Image, mask: Image.Image) -> Image.Image:
-    classes, pixels = np.asarray(mask), np.asarray(picture)
-    tint = _COLORS[(classes.astype(np.int64) - 1) % len(_COLORS)]
-    mixed = np.where(classes[..., None] > 0, (pixels + tint) // 2, pixels)
-    return Image.fromarray(mixed.astype(np.uint8))
+def class_colors() -> npt.NDArray[np.uint8]:
+    """Return the color of each class number in drawn masks: uint8 (256, 3), no two alike."""
+    golden = 0.618034  # steps of the golden ratio never come near a hue that was taken before
+    more = [
+        colorsys.hsv_to_rgb(k * golden % 1, (0.55, 0.8, 1.0)[k % 3], (0.9, 0.7, 0.5)[k // 3 % 3])
+        for k in range(_VOID - 1 - len(_FIRST_COLORS))
+    ]
+    colors = [_PAPER, *_FIRST_COLORS, *((round(255 * c) for c in rgb) for rgb in more), (0, 0, 0)]
+    return np.array([tuple(color) for color in colors], np.uint8)
+
+
+def overlay_mask(picture: Image.Image, mask: npt.NDArray[np.uint8]) -> Image.Image:
+    """Lay `mask` (H, W), of class numbers, over an RGB picture of its size.
+
+    Classes are thin washes of color with solid outlines, so that the picture shows through;
+    class 0, usually the background, is left clear.
+    """
+    pixels, colors = np.asarray(picture).astype(np.float32), class_colors()[mask]
+    strength = np.where(mask == _CLEAR, 0.0, _OPACITY)
+    strength[_outline(mask)] = 1.0
+    mixed = pixels + (colors - pixels) * strength[..., None]
+    return Image.fromarray(mixed.round().astype(np.uint8))
+
+
+def _outline(mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Pixels of a class, but not of the clear one, whose right or lower neighbour's differs."""
+    edge = np.zeros(mask.shape, np.bool_)
+    for here, there in (
+        (np.s_[:, :-1], np.s_[:, 1:]),
+        (np.s_[:-1], np.s_[1:]),
+    ):
+        differ = mask[here] != mask[there]
+        edge[here] |= differ & (mask[here] != _CLEAR)
+        edge[there] |= differ & (mask[here] == _CLEAR)
+    return edge
+
+
+def _legend(classes: list[int], width: int, font: Any) -> Image.Image:
+    """Draw a swatch and a name for each class, flowing in rows of `width`; no rows for none."""
+    names = {_CLEAR: "class 0 (clear)", _VOID: "class 255 (void)"}
+    entries = [(number, names.get(number, f"class {number}")) for number in classes]
+    places, left, row = [], _MARGIN, 0
+    for _, name in entries:
+        need = _FONT + _MARGIN + round(font.getlength(name)) + 2 * _MARGIN
+        if left > _MARGIN and left + need > width:
+            left, row = _MARGIN, row + 1
+        places.append((left, row * (_FONT + _MARGIN)))
+        left += need
+    height = (row + 1) * (_FONT + _MARGIN) + _MARGIN if entries else 0
+    legend = Image.new("RGB", (width, height), _PAPER)
+    draw, colors = ImageDraw.Draw(legend), class_colors()
+    for (number, name), (left, top) in zip(entries, places, strict=True):
+        color = tuple(colors[number].tolist())
+        draw.rectangle((left, top, left + _FONT, top + _FONT), fill=color, outline=_INK)
+        draw.text((left + _FONT + _MARGIN, top - 1), name, fill=_INK, font=font)
+    return legend
 
 
 def _rows(cells: list[_Cell], width: int) -> list[list[_Cell]]:
