@@ -2,13 +2,35 @@ import os
 
 import pytest
 
-from h5feed.cores import available_cores
+from h5feed.cores import available_cores, available_memory, total_memory
+
+V2 = ("0::{}\n", "30 23 0:26 {} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
+V1 = (
+    "5:memory:{0}\n4:cpu,cpuacct:{0}\n0::/\n",
+    "31 29 0:27 {0} /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "32 29 0:28 {0} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    "33 29 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+)
 
 
 @pytest.fixture
 def cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     return 8
+
+
+def system(root, version, files, *, group="/", top="/"):
+    """Make /proc and /sys/fs/cgroup of a process in `group`, where `top` is what is mounted."""
+    said = {
+        "proc/self/cgroup": version[0].format(group),
+        "proc/self/mountinfo": "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + version[1].format(top),
+        "proc/meminfo": "MemTotal:    9000 kB\nMemFree: 10 kB\nMemAvailable:   4000 kB\n",
+    }
+    for name, text in (said | files).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
 
 
 def test_the_affinity_mask_counts(cores, tmp_path):
@@ -25,20 +47,76 @@ def test_the_affinity_mask_counts(cores, tmp_path):
         ("nonsense", 8),
     ],
 )
-def test_a_container_s_quota_counts(cores, tmp_path, text, granted):
-    (tmp_path / "cpu.max").write_text(text + "\n")
-    assert available_cores(tmp_path) == granted
+def test_a_containers_quota_counts(cores, tmp_path, text, granted):
+    files = {"sys/fs/cgroup/cpu.max": text + "\n"}
+    assert available_cores(system(tmp_path, V2, files)) == granted
 
 
 @pytest.mark.parametrize(("quota", "granted"), [("-1", 8), ("400000", 4)])
-def test_an_old_cgroup_s_quota_counts(cores, tmp_path, quota, granted):
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(quota + "\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert available_cores(tmp_path) == granted
+def test_an_old_cgroups_quota_counts(cores, tmp_path, quota, granted):
+    files = {
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": quota + "\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    assert available_cores(system(tmp_path, V1, files)) == granted
+    # Docker without a namespace of its own: the path is the host's, and mounted from there.
+    mounted = system(tmp_path, V1, files, group="/docker/7f", top="/docker/7f")
+    assert available_cores(mounted) == granted
+    # A path above or beside what is mounted: the mount is all there is to see.
+    assert available_cores(system(tmp_path, V1, files, group="/x", top="/y")) == granted
+
+
+@pytest.mark.parametrize("at", ["", "user.slice", "user.slice/job"])
+def test_the_least_of_nested_quotas_counts(cores, tmp_path, at):
+    files = {
+        f"sys/fs/cgroup/{part}/cpu.max": "300000 100000" if part == at else "max 100000"
+        for part in ("", "user.slice", "user.slice/job")
+    }
+    files["sys/fs/cgroup/other/cpu.max"] = "100000 100000"
+    assert available_cores(system(tmp_path, V2, files, group="/user.slice/job")) == 3
 
 
 def test_without_affinity_masks_the_machine_s_cores_count(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert available_cores(tmp_path) == 6
+
+
+def test_memory_is_the_machines_without_a_limit(tmp_path):
+    assert available_memory(tmp_path) is None
+    files = {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "1000\n"}
+    system(tmp_path, V2, files)
+    assert available_memory(tmp_path) == 4000 * 1024
+    assert total_memory(tmp_path) == 9000 * 1024
+    if os.path.exists("/proc/meminfo"):
+        assert 0 < available_memory() < total_memory()
+
+
+@pytest.mark.parametrize(
+    ("version", "folder", "names", "cached"),
+    [
+        (V2, "sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"),
+        (
+            V1,
+            "sys/fs/cgroup/memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_cgroups_memory_counts_less_what_it_could_give_up(
+    tmp_path, version, folder, names, cached
+):
+    limit, used = names
+    files = {
+        f"{folder}/{limit}": "9223372036854771712\n",
+        f"{folder}/{used}": "9000\n",
+        f"{folder}/job/{limit}": "3000\n",
+        f"{folder}/job/{used}": "2500\n",
+        f"{folder}/job/memory.stat": f"anon 1500\n{cached} 700\nother 1\n",
+    }
+    root = system(tmp_path, version, files, group="/job")
+    assert available_memory(root) == 3000 - 2500 + 700
+    assert total_memory(root) == 3000
+    (root / folder / "job" / used).write_text("5000\n")
+    assert available_memory(root) == 0

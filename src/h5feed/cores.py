@@ -1,34 +1,113 @@
-"""How many cores this process may use, which in a container is rarely what the machine has."""
+"""How many cores and how much memory this process may use: in a container, less than there is."""
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_cores"]
+__all__ = ["available_cores", "available_memory", "total_memory"]
 
-_CGROUP = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
 
 
-def available_cores(cgroup: Path = _CGROUP) -> int:
+def available_cores(root: Path = _ROOT) -> int:
     """Return the cores of the affinity mask, or fewer where a cgroup's quota grants fewer."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota = _quota(cgroup)
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+    return max(1, min([cores, *map(math.ceil, _quotas(root))]))
 
 
-def _quota(cgroup: Path) -> float | None:
-    """Cores that cgroup v2 (cpu.max) or v1 grants; None without a limit."""
-    try:
-        limit, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
+def total_memory(root: Path = _ROOT) -> int | None:
+    """Return the machine's bytes of memory, or fewer where a cgroup grants fewer.
+
+    None where the system does not tell.
+    """
+    total = _meminfo(root, "MemTotal")
+    if total is None:
         try:
-            limit = (cgroup / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):
             return None
-    if limit in ("max", "-1"):
+    return min([total, *(limit for limit, _ in _memory_limits(root))])
+
+
+def available_memory(root: Path = _ROOT) -> int | None:
+    """Return the bytes that this process could still take; None where the system does not tell.
+
+    Cached file pages that the system would give up count as free, in a cgroup too.
+    """
+    free = _meminfo(root, "MemAvailable")
+    if free is None:
         return None
-    return int(limit) / int(period)
+    return max(0, min([free, *(limit - used for limit, used in _memory_limits(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the cores that each cgroup around this process grants, where it has a limit."""
+    for group in _groups(root, "cpu"):
+        words = _words(group / "cpu.max")  # version 2: quota and period in µs
+        if not words:
+            words = _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            yield int(words[0]) / int(words[1])
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, used) in bytes of each cgroup around this process that has a limit."""
+    for group in _groups(root, "memory"):
+        for limit, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            words = _words(group / limit)[:1] + _words(group / used)[:1]
+            if len(words) == 2 and all(word.isdigit() for word in words):
+                stat = _words(group / "memory.stat")
+                reclaimable = int(stat[stat.index(cached) + 1]) if cached in stat else 0
+                yield int(words[0]), int(words[1]) - reclaimable
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of those around it, versions 1 and 2.
+
+    A limit anywhere above binds as well: `docker run --cpus` or a systemd slice sets it there.
+    """
+    paths = {}
+    for line in _lines(root / "proc/self/cgroup"):  # "4:cpu,cpuacct:/a/b", in version 2 "0::/a/b"
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0" or controller in names.split(","):
+            paths["cgroup2" if number == "0" else "cgroup"] = path
+    for line in _lines(root / "proc/self/mountinfo"):  # proc(5): … root mount-point … - type …
+        before, _, after = line.partition(" - ")
+        kind, options = after.split(" ", 1)[0], after.rpartition(" ")[2].split(",")
+        if kind not in paths or (kind == "cgroup" and controller not in options):
+            continue
+        top, mount = before.split(" ")[3:5]
+        # A container may see only its own part of the tree, or the path from outside of it.
+        inner = os.path.relpath(paths[kind], top)
+        folder = root / mount.lstrip("/")
+        yield folder
+        if not inner.startswith(".."):
+            for part in Path(inner).parts:
+                folder /= part
+                yield folder
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -220,7 +220,7 @@ def test_a_small_set_gets_small_batches(given, pictures, batch):
 
 
 def test_sweep_measures_worker_counts_and_batch_sizes(monkeypatch):
-    monkeypatch.setattr("h5feed.bench.machine.cores", lambda: 4)
+    monkeypatch.setattr("h5feed.bench.compare.available_cores", lambda: 4)
     given = settings(CompareOptions(sweep=True), 1000)
     assert [(options.batch_size, workers) for options, workers in given] == [
         (size, workers) for size in (64, 256) for workers in (1, 2, 4)

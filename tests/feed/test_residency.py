@@ -1,7 +1,6 @@
 """Pictures that lie on the device, or page-locked: here the "device" is the CPU."""
 
 import gc
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.feed import resident
 from h5feed.feed.device import HostLane
-from h5feed.feed.residency import choose_residency, free_host_bytes
+from h5feed.feed.residency import choose_residency
 from loaders import assert_same, by_index, write_kind
 from packed import random_images, write_packed
 
@@ -219,19 +218,3 @@ def test_auto_streams_what_cannot_be_gathered(ds, tmp_path):
     assert reason.endswith("store=jpeg, fit=stretch has many")
     with make(jpeg, residency="auto", augment_on="auto") as loader:
         assert loader.stats()["residency_reason"] == reason
-
-
-def test_the_hosts_memory_is_that_of_its_container(tmp_path):
-    assert free_host_bytes(tmp_path) == 0
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
-    assert free_host_bytes(tmp_path) == 4000 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.current").write_text("1000\n")
-    (group / "memory.max").write_text("max\n")
-    assert free_host_bytes(tmp_path) == 4000 * 1024
-    (group / "memory.max").write_text("3000\n")
-    assert free_host_bytes(tmp_path) == 2000
-    if os.path.exists("/proc/meminfo"):
-        assert free_host_bytes() > 0

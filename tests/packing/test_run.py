@@ -19,11 +19,12 @@ import torch
 from PIL import Image
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import PackOptions, blocks, encode, journal, pack, place, workers
+from h5feed.packing import PackOptions, blocks, encode, journal, pack, place, run, workers
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
 from h5feed.packing.sizing import fit_image
 from h5feed.packing.sources import open_source
+from h5feed.packing.workers import pack_here
 from h5feed.store.check import check_file
 from packing.folders import make_folder, make_picture, names, sha256
 
@@ -461,6 +462,31 @@ def test_a_disk_that_is_full_when_it_is_synced(folder, out, monkeypatch):
     monkeypatch.setattr(journal, "_sync_data", failing_with(errno.ENOSPC))
     with pytest.raises(PackError, match="No space left on device; nothing was kept"):
         pack(folder, out, size=SIZE, workers=1)
+    assert names(out.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "started"), [(None, 3), (10 << 30, 3), (600 << 20, 2), (1 << 20, 1)]
+)
+def test_workers_are_as_many_as_cores_and_memory_allow(folder, out, monkeypatch, memory, started):
+    counts = []
+
+    def in_processes(job, target, ledger, tick, workers):
+        counts.append(workers)
+        pack_here(job, target, ledger, tick)
+
+    monkeypatch.setattr(run, "available_cores", lambda: 3)
+    monkeypatch.setattr(run, "available_memory", lambda: memory)
+    monkeypatch.setattr(run, "pack_in_processes", in_processes)
+    pack(folder, out, size=SIZE)
+    pack(folder, out, size=SIZE, workers=5, overwrite=True)
+    assert counts == [started, 5]
+
+
+def test_a_system_that_cannot_write_at_a_position_is_refused_at_once(folder, out, monkeypatch):
+    monkeypatch.delattr(os, "pwrite")
+    with pytest.raises(PackError, match="packing needs Linux or macOS: this system cannot write"):
+        pack(folder, out, size=SIZE)
     assert names(out.parent) == []
 
 

@@ -15,6 +15,7 @@ from h5feed.bench.options import CompareOptions, stored_side
 from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
 from h5feed.bench.rounds import run
+from h5feed.cores import available_cores
 from h5feed.feed.source import Pixels
 
 __all__ = ["compare", "crop_in_words", "facts", "report_of", "settings"]
@@ -91,7 +92,7 @@ def report_of(
 
 def settings(options: CompareOptions, pictures: int) -> list[tuple[CompareOptions, int]]:
     """Return (options, workers) of every comparison on a set: one, or with `sweep` many."""
-    cores = machine.cores()
+    cores = available_cores()
     if not options.sweep:
         return [(options, options.workers or min(cores, 8))]
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= cores]

@@ -8,7 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cores", "describe", "machine", "versions"]
+from h5feed.cores import available_cores, total_memory
+
+__all__ = ["describe", "machine", "versions"]
 
 _PACKAGES = ("h5feed", "torch", "torchvision", "numpy", "h5py", "opencv-python-headless", "pillow")
 
@@ -20,20 +22,6 @@ def _cpuinfo() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in lines)
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):
-        return None
 
 
 def _disk(path: Path) -> dict[str, Any]:
@@ -67,9 +55,9 @@ def machine(data: str | Path) -> dict[str, Any]:
     cpu = _cpuinfo()
     return {
         "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
-        "cores": cores(),
+        "cores": available_cores(),
         "virtual": "hypervisor" in cpu.get("flags", "").split(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": total_memory(),
         "system": f"{platform.system()} {platform.release()}",
         "disk": _disk(Path(data)),
     }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal, get_args
 
+from h5feed.cores import available_memory
 from h5feed.errors import UsageError
 from h5feed.feed.device import Lane
 from h5feed.feed.source import Pixels
 
-__all__ = ["Residency", "choose_residency", "free_host_bytes"]
+__all__ = ["Residency", "choose_residency"]
 
 Residency = Literal["stream", "device", "pinned", "auto"]
 
@@ -25,7 +25,7 @@ def choose_residency(
     lane: Lane,
     *,
     augment_on: str,
-    free_host: Callable[[], int] | None = None,
+    free_host: Callable[[], int | None] = available_memory,
 ) -> tuple[Residency, str]:
     """Return "stream", "device" or "pinned", and why.
 
@@ -44,7 +44,7 @@ def choose_residency(
         return "stream", obstacle[0]
     if lane.device.type == "cpu":
         return "stream", "batches stay on the CPU"
-    return _by_size(pixels, lane, (free_host or free_host_bytes)())
+    return _by_size(pixels, lane, free_host() or 0)
 
 
 def _obstacle(pixels: Pixels, augment_on: str) -> tuple[str, str] | None:
@@ -80,20 +80,3 @@ def _by_size(pixels: Pixels, lane: Lane, host: int) -> tuple[Residency, str]:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
-
-
-def free_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this process could still take; 0 where the system does not tell."""
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        found = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return 0
-    free = int(found) * 1024
-    group = root / "sys/fs/cgroup"
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))

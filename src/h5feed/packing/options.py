@@ -56,7 +56,8 @@ class PackOptions:
     max_skipped: int | None = None
     """Stop when more pictures are skipped; otherwise the larger of 10 and 1 percent."""
     workers: int | None = None
-    """Worker processes; otherwise one per core. 0: all is done in one process."""
+    """Worker processes; otherwise one per core (a container's quota counts) while memory lasts.
+    0: all is done in one process."""
     overwrite: bool = False
     """Replace OUT where it exists, and throw an unfinished OUT.partial away."""
     resume: bool = False

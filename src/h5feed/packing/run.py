@@ -1,13 +1,13 @@
 """One run of packing: from a folder or a dataset to one finished file."""
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from h5feed.cores import available_cores, available_memory
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.dataset_source import DatasetSource
 from h5feed.packing.decode import MAX_PIXELS
@@ -26,6 +26,9 @@ from h5feed.store.layout import Encoding, Fit
 from h5feed.store.write import head_bytes
 
 __all__ = ["pack", "pack_with"]
+
+_WORKER_BYTES = 256 << 20
+"""What a worker takes with photos of 12 megapixels: see `max_pixels` for the most."""
 
 
 def pack(
@@ -88,6 +91,8 @@ def pack_with(
     """Do what `pack` does, with the options in one object."""
     began = time.monotonic()
     options.check()
+    if not hasattr(os, "pwrite"):  # before any work: the end would need it
+        raise PackError("packing needs Linux or macOS: this system cannot write at a position")
     place = Place(Path(out))
     check_out(place, Path(source) if _is_path(source) else None, options)
     pictures = _open(source, options, progress)
@@ -203,7 +208,9 @@ def _worker_count(ledger: Ledger) -> int:
     if isinstance(ledger.job.source, DatasetSource):
         return 0
     if wanted is None:
-        wanted = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        wanted = available_cores()
+        if (memory := available_memory()) is not None:
+            wanted = max(1, min(wanted, memory // _WORKER_BYTES))
     return min(wanted, ledger.total - ledger.stop)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from h5feed.cores import available_memory
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.distributed import World
 from h5feed.train.limits import above_zero, at_least
@@ -199,7 +200,7 @@ def _peak_memory(device: torch.device) -> int | None:
 
 def _available_memory() -> int | None:
     """Return the bytes that this process could hold, those that it holds now included."""
-    free = _proc_bytes(Path("/proc/meminfo"), "MemAvailable:")
+    free = available_memory()
     held = _proc_bytes(Path("/proc/self/status"), "VmRSS:")
     return None if free is None or held is None else free + held
 
