@@ -1,6 +1,7 @@
 """The package as a whole: its public surface, what it imports, and which way."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -49,6 +50,24 @@ def test_import_brings_in_no_optional_library():
     code = f"import h5feed, sys; print([n for n in {OPTIONAL} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_packing_s_help_needs_no_torch():
+    code = "import h5feed, h5feed.cli.pack, h5feed.cli.check, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["pack", "show", "check", "bench", "train"])
+def test_every_command_says_its_version(name, capsys):
+    command = importlib.import_module(f"h5feed.cli.{name}")
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{name}-h5 {h5feed.__version__}\n"
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'h5feed' has no attribute 'no_such'"):
+        h5feed.no_such  # noqa: B018
 
 
 def imported_rooms(path):

@@ -1,9 +1,14 @@
 """h5feed: image folders into one plain HDF5 file, and from there into PyTorch training."""
 
-from h5feed import augment
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from h5feed.errors import DamagedItemError, H5FeedError, H5FormatError, PackError, UsageError
-from h5feed.feed import H5Dataset, H5Loader, make_dataloader, tune
-from h5feed.packing import pack
+
+if TYPE_CHECKING:
+    from h5feed import augment
+    from h5feed.feed import H5Dataset, H5Loader, make_dataloader, tune
+    from h5feed.packing import pack
 
 __all__ = [
     "DamagedItemError",
@@ -19,3 +24,25 @@ __all__ = [
     "tune",
 ]
 __version__ = "0.1.0"
+
+# Imported at their first use: torch takes a second or two, and `pack-h5 --help` needs none of it.
+_HOMES = {
+    "H5Dataset": "h5feed.feed",
+    "H5Loader": "h5feed.feed",
+    "augment": "h5feed.augment",
+    "make_dataloader": "h5feed.feed",
+    "pack": "h5feed.packing",
+    "tune": "h5feed.feed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_HOMES[name])
+    value = globals()[name] = module if name == "augment" else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

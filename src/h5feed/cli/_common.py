@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from h5feed import __version__
 from h5feed.errors import H5FeedError, UsageError
 
 __all__ = ["refuse_two_forms", "run_command"]
@@ -38,9 +39,10 @@ def run_command(
 ) -> int:
     """Read the command line into `options`, a dataclass, and do `work` with it.
 
-    A field's docstring is its help. Returns the exit status: what `work` returns (None counts
-    as 0), 1 for an H5FeedError, OSError or missing library, 2 for a UsageError; errors are one
-    sentence on stderr. Whoever reads stdout may leave early: then 141, and no word of it.
+    A field's docstring is its help; --version prints the version. Returns the exit status: what
+    `work` returns (None counts as 0), 1 for an H5FeedError, OSError or missing library, 2 for a
+    UsageError; errors are one sentence on stderr. Whoever reads stdout may leave early: then 141,
+    and no word of it.
     tyro itself exits with 0 after --help and 2 where it cannot read `args`.
     `default` makes the options that `args` changes; `flag_pairs` offers --x and --no-x for each.
     """
@@ -48,14 +50,18 @@ def run_command(
     if not flag_pairs:
         config += (tyro.conf.FlagCreatePairsOff,)
     _open_closed_streams()
+    given = sys.argv[1:] if args is None else list(args)
+    if given == ["--version"]:
+        print(f"{prog} {__version__}")
+        return DONE
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A terminal that lacks a sign must not turn work well done into a failure.
             stream.reconfigure(errors="backslashreplace")
     try:
         read = partial(tyro.cli, options, prog=prog, args=args, config=config)
-        given = read() if default is None else read(default=default())
-        status = work(given) or DONE
+        chosen = read() if default is None else read(default=default())
+        status = work(chosen) or DONE
         sys.stdout.flush()
         return status
     except UsageError as ex:

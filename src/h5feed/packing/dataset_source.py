@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
 
 from h5feed.errors import UsageError
@@ -72,6 +71,8 @@ class DatasetSource:
     def _to_rgb(self, index: int, image: Any) -> npt.NDArray[np.uint8]:
         if isinstance(image, Image.Image):
             return picture_to_rgb(image, self._background)
+        import torch  # here, as in sizing: pack-h5 --help needs none of it
+
         if isinstance(image, torch.Tensor):
             pixels = image.numpy(force=True)
             pixels = pixels.transpose(1, 2, 0) if pixels.ndim == 3 else pixels

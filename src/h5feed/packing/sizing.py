@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from h5feed.codec import MAX_JPEG_SIDE
 from h5feed.errors import UsageError
@@ -160,6 +159,8 @@ def resize_rgb(pixels: UInt8, height: int, width: int) -> UInt8:
     """
     if pixels.shape[:2] == (height, width):
         return pixels
+    import torch  # here: it takes a second, and only resizing needs it
+
     pixels = np.require(pixels, requirements=("C", "W"))  # torch warns of read-only memory
     # The batch axis must come first: added after the permute it hides from torch that the
     # memory is channels-last, and the result is in planes, at three times the cost.

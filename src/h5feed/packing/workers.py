@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
-import torch
 
 from h5feed.errors import H5FeedError, PackError
 from h5feed.packing.blocks import PayloadFiles, blocks
@@ -69,6 +68,8 @@ class Written(NamedTuple):
 
 def pack_here(job: Job, target: Target, ledger: Ledger, tick: Tick) -> None:
     """Pack all that `ledger` lacks in this process; `tick` gets each written block's record."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a picture is too small to share, and the bytes must not depend on it
     try:
@@ -121,6 +122,8 @@ class _Worker:
 
 @contextmanager
 def _team(job: Job, target: Target, count: int) -> Iterator[list[_Worker]]:
+    import torch  # noqa: F401 - before the fork, so that the workers share it
+
     context = multiprocessing.get_context(_START_METHOD)
     team: list[_Worker] = []
     try:
@@ -223,6 +226,8 @@ def _serve(
     _die_with(parent)
     gc.freeze()  # or the collector would touch, and so copy, 50 MB shared with the coordinator
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
+    import torch
+
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     try:
