@@ -57,7 +57,7 @@ def compare_imagefolder(options: argparse.Namespace) -> None:
         DataLoader, batch_size=BATCH, num_workers=options.workers, persistent_workers=True
     )
     folder = ImageFolder(options.photos, transform=AUGMENT_PIL)
-    packed = H5Dataset(options.file, transform=AUGMENT)
+    packed = H5Dataset(options.file, transform=AUGMENT, aspect="source")
     rates = race(
         {
             "ImageFolder, Pillow": stock(folder, sampler=draws(folder, options)),
@@ -72,7 +72,7 @@ def compare_loader(options: argparse.Namespace) -> None:
     """make_dataloader against a DataLoader with nothing but the same number of workers."""
     subjects: dict[str, Iterable[Any]] = {}
     for name, transform in (("whole images", None), ("RandomResizedCrop + flip", AUGMENT)):
-        packed = H5Dataset(options.file, transform=transform)
+        packed = H5Dataset(options.file, transform=transform, aspect="stored")
         subjects[f"stock, {name}"] = DataLoader(
             packed, BATCH, sampler=draws(packed, options), num_workers=options.workers
         )
@@ -85,7 +85,7 @@ def compare_loader(options: argparse.Namespace) -> None:
 def compare_workers(options: argparse.Namespace) -> None:
     """Every number of workers up to twice the cores; and what "auto" would take."""
     for name, transform in (("whole images", None), ("RandomResizedCrop + flip", AUGMENT)):
-        packed = H5Dataset(options.file, transform=transform)
+        packed = H5Dataset(options.file, transform=transform, aspect="stored")
         loaders: dict[str, Iterable[Any]] = {
             f"{name}, workers={workers}": make_dataloader(
                 packed, BATCH, sampler=draws(packed, options), workers=workers

@@ -229,6 +229,38 @@ def test_wrong_choices_name_the_right_ones(path, options, text):
         H5Dataset(path, **options)
 
 
+def test_a_transform_meets_squeezed_images_only_where_that_was_said(tmp_path, images):
+    sources = np.int32([[32, 32]] * 3 + [[375, 500]] * 7)
+    path = write_packed(tmp_path / "s.h5", images, source_shapes=sources)
+    text = re.escape(
+        f"transform would see squeezed images: {path} has fit=stretch, which stores item 3 of "
+        '375x500 as 32x32; give aspect="source" for images in true proportions, or '
+        'aspect="stored" for the squeezed ones as they are'
+    )
+
+    def size(image):
+        return tuple(image.shape[1:])
+
+    for output in ("tensor", "numpy"):
+        with pytest.raises(UsageError, match=text):
+            H5Dataset(path, transform=size, output=output)
+        plain = H5Dataset(path, output=output)
+        with pytest.raises(UsageError, match=text):
+            pickle.loads(pickle.dumps(plain)).transform = size
+        assert H5Dataset(path, transform=np.shape, output=output, aspect="stored")[3][0] != (32, 42)
+    assert H5Dataset(path, transform=size, aspect="source")[3][0] == (32, 42)
+    asked = H5Dataset(path, transform=torch.Tensor.sum, aspect="stored")
+    assert pickle.loads(pickle.dumps(asked))[3][0] == asked[3][0]
+    assert H5Dataset(path, output="pil", transform=lambda image: image.size)[3][0] == (42, 32)
+    assert H5Dataset(path, output="pil", aspect="stored")[3][0].size == (32, 32)
+    assert H5Dataset(path, target_transform=str)[3][1] == "1"  # H5Loader takes it too
+
+
+def test_images_within_a_pixel_of_their_proportions_are_not_squeezed(tmp_path, images):
+    path = write_packed(tmp_path / "s.h5", images, source_shapes=[[333, 334]] * 10)
+    assert H5Dataset(path, transform=torch.Tensor.float)[3][0].dtype == torch.float32
+
+
 def test_a_subclass_keeps_its_own_attributes_through_pickle(path):
     ds = H5Dataset(path)
     ds.note = "mine"

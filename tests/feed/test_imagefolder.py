@@ -111,3 +111,19 @@ def test_a_training_script_changes_its_dataset_line_alone(folder, packed, output
     by_design = sum(differs_by_design(path) for path, _ in folder.samples)
     assert close.sum() >= len(wanted) - 2 * by_design
     assert by_design < 5
+
+
+def test_the_swap_shows_true_proportions_where_packing_squeezed(folder, tmp_path):
+    out = tmp_path / "stretched.h5"
+    pack(SAMPLES, out, size=str(SIDE), workers=1)
+    usual = v2.Compose([v2.Resize(SIDE), v2.CenterCrop(SIDE)])
+    swapped = H5Dataset(out, output="pil", transform=usual)
+    squeezed = H5Dataset(out, output="pil", transform=usual, aspect="stored")
+    off = []
+    for i, (path, _) in enumerate(folder.samples):
+        if not differs_by_design(path):
+            wanted = np.asarray(usual(folder[i][0]), int)
+            off.append([np.abs(np.asarray(ds[i][0]) - wanted).mean() for ds in (swapped, squeezed)])
+    mine, asked_for = np.mean(off, axis=0)
+    assert mine < 6
+    assert asked_for > 4 * mine

@@ -31,6 +31,7 @@ def jpeg_bytes(image, **options):
 
 def three_outputs(path, index, **options):
     """One item as uint8 (H, W, C), read in all three outputs and found to be the same."""
+    options = {"aspect": "stored"} | options
     tensor = H5Dataset(path, **options)[index][0]
     array = H5Dataset(path, output="numpy", **options)[index][0]
     image = H5Dataset(path, output="pil", **options)[index][0]

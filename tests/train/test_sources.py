@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import cv2
 import pytest
 import torch
 
@@ -8,6 +9,8 @@ from h5feed.train import sources
 from h5feed.train.distributed import World
 from h5feed.train.loop import train
 from h5feed.train.sources import open_data
+from packed import write_packed
+from pictures import smooth
 from train.files import (
     make_images,
     write_classes,
@@ -195,6 +198,17 @@ def test_masks_keep_their_pictures_geometry(paths, tmp_path, loader):
         agreeing += ((images[:, 0] > 115) == (masks == 1))[counted].sum().item()
         total += counted.sum().item()
     assert agreeing / total > 0.9
+
+
+def test_torchvision_crops_the_same_proportions_as_our_own_loader(tmp_path):
+    true = [smooth(80, 160, seed) for seed in range(4)]
+    squeezed = [cv2.resize(image, (80, 80), interpolation=cv2.INTER_AREA) for image in true]
+    path = write_packed(tmp_path / "s.h5", squeezed, source_shapes=[[80, 160]] * 4)
+    batches = []
+    for loader in ("h5loader", "dataloader"):
+        data = open_({"classes": path}, tmp_path, loader, size=70, batch_size=4, crop="auto")
+        batches.append(next(iter(data.val_loader))[0].clone().float())
+    assert (batches[0] - batches[1]).abs().mean() < 1
 
 
 def test_targets_come_as_floats(paths, tmp_path):

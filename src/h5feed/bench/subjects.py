@@ -152,11 +152,16 @@ class UsualH5py(_Subject):
         super().__init__(_stock_loader(dataset, params), params, files=[params["file"]])
 
 
+def _swapped(params: Params) -> H5Dataset:
+    """Return the images in ImageFolder's proportions, for a crop that is not h5feed's own."""
+    return H5Dataset(params["file"], transform=TensorCrop(params["crop"]), aspect="source")
+
+
 class SwappedIn(_Subject):
     """H5Dataset in ImageFolder's place, the rest of the script as it was."""
 
     def __init__(self, params: Params) -> None:
-        dataset = H5Dataset(params["file"], transform=TensorCrop(params["crop"]))
+        dataset = _swapped(params)
         super().__init__(_stock_loader(dataset, params), params, files=[params["file"]])
 
 
@@ -164,7 +169,7 @@ class ReadyMade(_Subject):
     """make_dataloader around the same dataset."""
 
     def __init__(self, params: Params) -> None:
-        dataset = H5Dataset(params["file"], transform=TensorCrop(params["crop"]))
+        dataset = _swapped(params)
         loader = make_dataloader(dataset, params["batch_size"], workers=params["workers"])
         super().__init__(loader, params, files=[params["file"]])
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from h5feed.errors import UsageError
 from h5feed.feed.files import FilePath, expand_paths
 from h5feed.feed.guard import Guard
-from h5feed.feed.picture import Aspect, Output, picture_reader
+from h5feed.feed.picture import Aspect, Output, first_squeezed, picture_reader
 from h5feed.feed.source import Pixels
 
 __all__ = ["H5Dataset"]
@@ -47,22 +47,27 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         transform: Transform | None = None,
         target_transform: Transform | None = None,
         output: Output = "tensor",
-        aspect: Aspect = "stored",
+        aspect: Aspect | None = None,
     ) -> None:
         """Open `path`: a file, a glob pattern, or a sequence of files packed alike.
 
         `transform` is called on each image and `target_transform` on each label or mask, as in
-        torchvision. `aspect="source"` undoes what `--fit` did to a picture's proportions: it
-        resizes a stretched one (short side as stored) and cuts a padded one out of its
-        letterbox; then images have different sizes.
+        torchvision.
+
+        `aspect="source"` undoes what `--fit` did to an image's proportions: it resizes a stretched
+        one (short side as stored) and cuts a padded one out of its letterbox; then images have
+        different sizes. `aspect="stored"` hands images out as they lie in the file. By default
+        it is "source" with `output="pil"`, as ImageFolder's images are, and else "stored"; but a
+        `transform` never meets squeezed images unless `aspect="stored"` says so.
 
         Raises FileNotFoundError, H5FormatError where a file is not a sound h5feed file, and
         UsageError for a wrong argument.
         """
         _check_choice("output", output, get_args(Output))
-        _check_choice("aspect", aspect, get_args(Aspect))
-        self.output: Output = output
-        self.aspect: Aspect = aspect
+        if aspect is not None:
+            _check_choice("aspect", aspect, get_args(Aspect))
+        self._output: Output = output
+        self._given_aspect: Aspect | None = aspect
         self.pixels = Pixels(expand_paths(path))
         self._lists: dict[str, Any] = {}
         self.transform = transform
@@ -89,12 +94,26 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         return [self[at] for at in plain]
 
     @property
+    def output(self) -> Output:
+        """What an image is handed out as."""
+        return self._output
+
+    @property
+    def aspect(self) -> Aspect:
+        """Whether images come as they are stored, or in their source's proportions."""
+        if self._given_aspect is not None:
+            return self._given_aspect
+        return "source" if self.output == "pil" else "stored"
+
+    @property
     def transform(self) -> Transform | None:
         """Called on each image; may be replaced at any time."""
         return self._transform
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
+        if transform is not None and self._given_aspect is None and self.aspect == "stored":
+            self._refuse_squeezed()
         self._transform = transform
         self._call_transform = self._guarded(transform, "images")
 
@@ -198,6 +217,18 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         if self.output == "tensor" and spec is not None and spec.encoding == "raw":
             return Guard(transform, partial(self.pixels.restore, field))
         return lambda sample, _: transform(sample)
+
+    def _refuse_squeezed(self) -> None:
+        """Raise UsageError where a transform would see squeezed images unasked."""
+        at = first_squeezed(self.pixels)
+        if at is not None:
+            spec, (height, width) = self.pixels.specs["images"], self.pixels.source_shapes[at]
+            raise UsageError(
+                f"transform would see squeezed images: {self.pixels.name} has fit=stretch, which "
+                f"stores item {at} of {height}x{width} as {spec.height}x{spec.width}; give "
+                'aspect="source" for images in true proportions, or aspect="stored" for the '
+                "squeezed ones as they are"
+            )
 
     def _plain(self, index: int) -> int:
         """Return 0 ≤ index < N for an index that may count from the end."""

@@ -9,14 +9,17 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
+from h5feed.augment.frame import Shapes
 from h5feed.codec import decode_jpeg, nv12_to_rgb
 from h5feed.feed.source import Pixels
 
-__all__ = ["Aspect", "Output", "picture_reader", "source_size"]
+__all__ = ["Aspect", "Output", "first_squeezed", "picture_reader", "source_size"]
 
 Output = Literal["tensor", "pil", "numpy"]
 Aspect = Literal["stored", "source"]
 Picture = npt.NDArray[np.uint8]
+
+_AT_ONCE = 1 << 16  # items: the first is found at once, and ten million cost no memory
 
 
 def picture_reader(
@@ -52,6 +55,24 @@ def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, 
     if true_height * width >= true_width * height:
         return max(height, int(width * true_height / true_width)), width
     return height, max(width, int(height * true_width / true_height))
+
+
+def first_squeezed(pixels: Pixels) -> int | None:
+    """Return the first item that fit="stretch" stored in other than its own proportions.
+
+    By more than a pixel, which is what h5feed.augment takes for squeezed. None where none is.
+    """
+    spec = pixels.specs["images"]
+    if spec.fit != "stretch" or spec.encoding == "original":
+        return None
+    for begin in range(0, len(pixels), _AT_ONCE):
+        source = pixels.source_shapes[begin : begin + _AT_ONCE].astype(np.int64)
+        stored = np.broadcast_to(np.array([spec.height, spec.width], np.int64), source.shape)
+        shapes = Shapes.stored(stored, source, None)
+        squeezed = (shapes.true != shapes.actual).any(axis=1)
+        if squeezed.any():
+            return begin + int(squeezed.argmax())
+    return None
 
 
 def _stored_reader(pixels: Pixels, field: str) -> Callable[[int], Picture]:

@@ -127,8 +127,10 @@ def check_alike(train: Kind, val: Kind, train_path: Path, val_path: Path) -> Non
 
 
 def stored_size(ds: H5Dataset) -> tuple[int, int] | None:
-    """Return (height, width) of the stored pictures, None where they differ."""
+    """Return (height, width) in which `ds` hands out its images, None where they differ."""
     spec = ds.pixels.specs["images"]
+    if ds.aspect == "source" and spec.fit in ("stretch", "pad"):
+        return None
     one_size = spec.fit != "keep" and spec.encoding != "original"
     return (spec.height, spec.width) if one_size else None
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from h5feed.errors import UsageError
 from h5feed.feed import H5Dataset
 from h5feed.feed.facts import channel_stats
 from h5feed.feed.loader import H5Loader
-from h5feed.train.config import TrainConfig
+from h5feed.train.config import DataConfig, TrainConfig
 from h5feed.train.data import Data, Loader, check_batch
 from h5feed.train.distributed import World
 from h5feed.train.folders import open_folders
@@ -32,7 +33,7 @@ def open_data(config: TrainConfig, world: World) -> Data:
     batch_size = part_size(config, world)
     if config.data.loader == "imagefolder":
         return open_folders(config, world, batch_size)
-    train = H5Dataset(config.train)
+    train = _open(config.train, config.data)
     kind = read_kind(train, config.train, config.loss)
     size = config.data.size or default_size(train)
     stats = channel_stats(train, limit=_STATISTICS_OF)
@@ -45,6 +46,11 @@ def open_data(config: TrainConfig, world: World) -> Data:
         train_loader=partial(_training, config, world, train, kind, batch_size),
         val_loader=_scoring(config, world, kind, batch_size, size),
     )
+
+
+def _open(path: Path, data: DataConfig) -> H5Dataset:
+    """Open a file; torchvision's transforms see true proportions, as H5Loader's ops do."""
+    return H5Dataset(path, aspect="source" if data.loader == "dataloader" else "stored")
 
 
 def part_size(config: TrainConfig, world: World) -> int:
@@ -92,7 +98,8 @@ def _scoring(
     """Make the loader of this process's share of the pictures to score on."""
     if config.val is None:
         return None
-    ds, data, dense = H5Dataset(config.val), config.data, kind.task == "segmentation"
+    data, dense = config.data, kind.task == "segmentation"
+    ds = _open(config.val, data)
     check_alike(kind, read_kind(ds, config.val, config.loss), config.train, config.val)
     ops = scoring_ops(data, size, stored_size(ds), dense=dense)
     if data.loader == "dataloader":
