@@ -118,12 +118,15 @@ DISTRIBUTIONS = {"nvidia": "nvidia-dali-cuda120"}  # of modules that are named o
 
 
 def named_extras():
-    """(library, extra) of every call of `require` in the package."""
+    """(library, extra) of every call of `require` in the package, and of every `picture`."""
     for path in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
+            called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if called == "require" and path.name != "plotting.py":
                 module, extra = (argument.value for argument in node.args)
                 yield module.partition(".")[0], extra
+            if called == "picture":  # plotting.py hands its `extra` on
+                yield "matplotlib", next(k.value.value for k in node.keywords if k.arg == "extra")
 
 
 def test_an_extra_brings_what_names_it():

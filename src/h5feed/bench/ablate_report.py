@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from h5feed._optional import require
+from h5feed.plotting import Bar
 
 from .ablation import Ablation, Row
-from .plot import INK, OTHERS, OURS
+from .plot import draw_groups
 from .tables import markdown_table, text_table
 from .tricks import Published
 
@@ -136,46 +136,34 @@ def _row(saved: Mapping[str, Any]) -> Row:
 
 def save_plot(ablation: Ablation, path: Path) -> None:
     """Write a bar per row with its spread and its ceiling as PNG, SVG or PDF."""
-    require("matplotlib", "bench")
-    from matplotlib.figure import Figure
-
     rows = [row for row in ablation.rows if row.rate]
-    figure = Figure(figsize=(9, 1.8 + 0.34 * len(rows)), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    places = list(range(len(rows)))
-    rates = [row.rate or 0.0 for row in rows]
-    low = [rate - min(row.rates) for rate, row in zip(rates, rows, strict=True)]
-    high = [max(row.rates) - rate for rate, row in zip(rates, rows, strict=True)]
-    axes.barh(
-        places,
-        rates,
-        color=[OURS if row.group == "cumulative" else OTHERS for row in rows],
-        height=0.66,
-        xerr=(low, high),
-        error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2.5},
+    headings = {
+        "cumulative": "One trick more in each row",
+        "without": "All tricks but one",
+        "beside": "All tricks and one",
+    }
+    groups = {
+        heading: [_bar(row) for row in rows if row.group == group]
+        for group, heading in headings.items()
+    }
+    draw_groups(
+        {heading: bars for heading, bars in groups.items() if bars},
+        path,
+        title=f"What each trick is worth: {ablation.title}",
+        caption=f"{ablation.machine}. Bars: median of the windows; whiskers: slowest and fastest; "
+        "stroke: the same training on data that costs nothing. worth: against the row before; of "
+        "“all but” rows, all together against the row.",
+        heads=("img/s", "worth"),
     )
-    _ceilings(axes, rows)
-    right = axes.get_yaxis_transform()  # a column of its own: no bar, no mark in its way
-    for place, row in zip(places, rows, strict=True):
-        worth = "" if row.ratio is None else f" ({row.ratio:.2f}×)"
-        said = f"{row.rate:,.0f}{worth}"
-        axes.text(0.995, place, said, va="center", ha="right", fontsize=8, transform=right)
-    axes.set_yticks(places, [row.name for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max([*rates, *(row.ceiling or 0 for row in rows)]))
-    axes.set_xlabel("images per second (blue: one trick more each; grey: one less, or beside)")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_title(ablation.title, fontsize=11, color=INK, loc="left")
-    caption = "Median; whiskers: slowest and fastest; in brackets: what the trick is worth"
-    figure.supxlabel(f"{ablation.machine}. {caption}.", fontsize=7.5, x=0.01, ha="left")
-    figure.savefig(path)
 
 
-def _ceilings(axes: Any, rows: list[Row]) -> None:
-    """Mark each row's speed on data that costs nothing."""
-    marked = [(row.ceiling, place) for place, row in enumerate(rows) if row.ceiling]
-    if marked:
-        axes.plot(*zip(*marked, strict=True), "|", color=INK, ms=11, label="without input cost")
-        axes.legend(loc="lower right", fontsize=8, edgecolor="none")
+def _bar(row: Row) -> Bar:
+    return Bar(
+        name=row.name,
+        value=row.rate,
+        low=min(row.rates),
+        high=max(row.rates),
+        says=(_number(row.rate), "" if row.ratio is None else _ratio(row)),
+        kind="ours" if row.group == "cumulative" else "other",
+        mark=row.ceiling,
+    )
