@@ -48,7 +48,7 @@ class Root(nn.Module):
 
 
 def test_anomaly_names_the_function_that_made_a_nan(tmp_path):
-    options = {"model": f"{__name__}:Root", "drop_biases": False}
+    options = {"model": f"{__name__}:Root"}
     with pytest.raises(LossError, match=r"--debug anomaly: Function '.*' returned nan values"):
         run(tmp_path / "a", debug="anomaly", **options)
     with pytest.raises(LossError, match="loss is nan"):

@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -93,18 +94,55 @@ def test_a_saved_state_goes_on_as_if_never_saved(kind):
     assert torch.equal(parameter.detach(), whole)
 
 
-@pytest.mark.parametrize("kind", [LARS, LAMB])
-def test_they_agree_with_timm(kind):
-    timm_optim = pytest.importorskip("timm.optim")
-    theirs, extra = {
-        LARS: (timm_optim.Lars, {"momentum": 0.0}),  # its momentum is of gradients, not of steps
-        LAMB: (timm_optim.Lamb, {"max_grad_norm": None}),
-    }[kind]
-    ours_extra = {key: value for key, value in extra.items() if key == "momentum"}
-    ours = two_steps(lambda p: kind(p, 0.1, weight_decay=0.1, **ours_extra))
-    assert torch.allclose(
-        ours[-1], two_steps(lambda p: theirs(p, lr=0.1, weight_decay=0.1, **extra))[-1], rtol=1e-6
+def timm_optimizers():
+    try:
+        return importlib.import_module("timm.optim")
+    except (ImportError, RuntimeError) as ex:  # RuntimeError: a torchvision for another torch
+        pytest.skip(f"timm cannot be imported: {ex}")
+
+
+@pytest.fixture
+def in_float64():
+    """timm's NovoGrad keeps its norms in torch's default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "shared", "theirs_alone"),
+    [
+        (LARS, "Lars", {"momentum": 0.9}, {"eps": 0.0}),
+        (LAMB, "Lamb", {"betas": (0.9, 0.99), "eps": 1e-6}, {"max_grad_norm": None}),
+        (NovoGrad, "NvNovoGrad", {"betas": (0.95, 0.98), "eps": 1e-8}, {}),
+    ],
+)
+def test_they_equal_timms_for_thirty_steps(in_float64, kind, theirs, shared, theirs_alone):
+    other = getattr(timm_optimizers(), theirs)
+    shapes = {"filters": (4, 3, 3, 3), "matrix": (5, 7), "bias": (5,)}
+    draws = torch.Generator().manual_seed(0)
+
+    def groups():
+        weights = {name: torch.linspace(-1, 2, math.prod(s)).view(s) for name, s in shapes.items()}
+        parameters = [nn.Parameter(weight) for weight in weights.values()]
+        return parameters, [
+            {"params": parameters[:2], "weight_decay": 0.1},
+            {"params": parameters[2:], "weight_decay": 0.0},
+        ]
+
+    (ours, our_groups), (expected, their_groups) = groups(), groups()
+    optimizers = (
+        kind(our_groups, 0.05, **shared),
+        other(their_groups, 0.05, **shared, **theirs_alone),
     )
+    for _ in range(30):
+        for mine, its in zip(ours, expected, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=draws)
+            its.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for mine, its in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("lars", LARS), ("lamb", LAMB), ("novograd", NovoGrad)])

@@ -199,9 +199,7 @@ def test_nan_weights_under_a_finite_loss_are_not_saved(tmp_path):
             return outputs
 
     globals()["Breaking"] = Breaking
-    config = make_config(
-        tmp_path, save_every=2, log_every=2, model=f"{__name__}:Breaking", drop_biases=False
-    )
+    config = make_config(tmp_path, save_every=2, log_every=2, model=f"{__name__}:Breaking")
     with pytest.raises(LossError, match=r"a weight is NaN or infinite at step 4 .*last\.pt"):
         train(config, replace(make_data(config), val_loader=None))
     assert load_checkpoint(tmp_path / "last.pt")["progress"]["step"] == 2
@@ -231,9 +229,7 @@ def test_progressive_resizing_shows_the_model_small_pictures_first(tmp_path):
             return self.inner(images)
 
     globals()["Watching"] = Watching
-    config = make_config(
-        tmp_path, epochs=3, progressive=8, model=f"{__name__}:Watching", drop_biases=False
-    )
+    config = make_config(tmp_path, epochs=3, progressive=8, model=f"{__name__}:Watching")
     train(config, make_data(config, size=16))
     assert {size for training, size in seen if training} == {8, 16}
     assert {size for training, size in seen if not training} == {16}
@@ -277,11 +273,11 @@ def biased(num_outputs):
     )  # fmt: skip
 
 
-def test_biases_before_norms_are_dropped_and_named(tmp_path, capsys):
-    run(tmp_path / "dropped", model=f"{__name__}:biased", epochs=1)
+def test_biases_before_norms_are_dropped_and_named_where_asked_for(tmp_path, capsys):
+    run(tmp_path / "dropped", model=f"{__name__}:biased", epochs=1, drop_biases=True)
     assert "dropped 1 biases that a batch norm follows: 0\n" in capsys.readouterr().err
     assert "model.0.bias" not in weights(tmp_path / "dropped")
-    run(tmp_path / "kept", model=f"{__name__}:biased", epochs=1, drop_biases=False)
+    run(tmp_path / "kept", model=f"{__name__}:biased", epochs=1)
     assert "model.0.bias" in weights(tmp_path / "kept")
 
 
@@ -320,7 +316,7 @@ def test_regression_and_segmentation_learn(tmp_path):
     }
     for task, target in targets.items():
         model = {"regression": f"{__name__}:pair", "segmentation": f"{__name__}:pixels"}[task]
-        config = make_config(tmp_path / task, epochs=8, model=model, drop_biases=False, lr=0.05)
+        config = make_config(tmp_path / task, epochs=8, model=model, lr=0.05)
         data = make_data(
             config,
             task=task,

@@ -36,6 +36,40 @@ def test_decay_norms_moves_everything(model):
     assert moved == {name for name, _ in model.named_parameters()}
 
 
+class Transformer(nn.Module):
+    """The weights of vision transformers that have several dimensions and are no matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 5, 4))
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(9, 2))
+        self.layer_scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.anchors = nn.Parameter(torch.zeros(2, 2))
+        self.head = nn.Linear(4, 2)
+
+    def no_weight_decay(self):
+        return {"anchors"}
+
+
+def test_tokens_positions_and_what_a_model_names_do_not_decay():
+    model = nn.ModuleDict({"model": Transformer()})
+    assert step_with_zero_gradients(model, OptimConfig(lr=0.1)) == {"model.head.weight"}
+    everything = step_with_zero_gradients(model, OptimConfig(lr=0.1, decay_norms=True))
+    assert everything == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decay"),
+    [("adamw", 0.05), ("lamb", 0.01), ("sgd", 5e-4), ("lars", 1e-4), ("novograd", 1e-3)],
+)
+def test_weight_decay_is_the_optimizers_usual_one_unless_given(model, optimizer, decay):
+    usual = make_optimizer(model, OptimConfig(optimizer=optimizer)).param_groups[0]
+    assert usual["weight_decay"] == decay
+    config = OptimConfig(optimizer=optimizer, weight_decay=0.0)
+    assert make_optimizer(model, config).param_groups[0]["weight_decay"] == 0.0
+
+
 def test_frozen_weights_are_left_out(model):
     model[0].weight.requires_grad_(False)
     weights = [w for g in parameter_groups(model, OptimConfig()) for w in g["params"]]

@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from h5feed.train.config import ScheduleConfig
+from h5feed.errors import UsageError
+from h5feed.train.config import OptimConfig, ScheduleConfig
+from h5feed.train.optim import make_optimizer
 from h5feed.train.schedule import make_schedule
 
 
@@ -56,6 +58,30 @@ def test_cyclic_goes_up_and_down_and_halves(optimizer):
     assert found[4] == pytest.approx(1.0)
     assert found[12] == pytest.approx(1 / 25 + (1 - 1 / 25) / 2)
     assert found[8] == pytest.approx(1 / 25)
+
+
+@pytest.mark.parametrize("schedule", ["onecycle", "cyclic"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "novograd"])
+@pytest.mark.parametrize(
+    ("momentum", "lowest", "highest"), [(0.9, 0.85, 0.95), (0.5, 0.25, 0.75), (0.0, 0.0, 0.0)]
+)
+def test_momentum_moves_around_the_one_given(schedule, optimizer, momentum, lowest, highest):
+    config = OptimConfig(optimizer=optimizer, momentum=momentum, lr=1.0)
+    opt = make_optimizer(torch.nn.Linear(1, 1), config)
+    moved = make_schedule(opt, ScheduleConfig(schedule=schedule, cycles=1), 1.0, 20)
+    seen = []
+    for _ in range(20):
+        group = opt.param_groups[0]
+        seen.append(group["betas"][0] if "betas" in group else group["momentum"])
+        opt.step()
+        moved.step()
+    assert (min(seen), max(seen)) == pytest.approx((lowest, highest), abs=0.02)
+
+
+def test_a_warm_up_of_cyclic_is_refused_and_the_default_is_not():
+    assert ScheduleConfig(schedule="cyclic").climb == ScheduleConfig().climb == 0.1
+    with pytest.raises(UsageError, match=r"^--warmup 0\.2 does nothing with --schedule cyclic, "):
+        ScheduleConfig(schedule="cyclic", warmup=0.2)
 
 
 @pytest.mark.parametrize("name", ["constant", "onecycle", "cyclic", "cosine", "linear", "step"])

@@ -59,3 +59,31 @@ def test_torchvisions_vgg_has_eight_of_them():
     model.classifier = nn.Linear(512 * 49, 2)
     names = drop_biases(model, torch.randn(2, 3, 32, 32))
     assert names == [f"features.{n}" for n in (0, 4, 8, 11, 15, 18, 22, 25)]
+
+
+class ManyOutputs(nn.Module):
+    """Wraps what `Mixed` returns, as models do that return more than a tensor."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.inner, self.wrap = Mixed(), wrap
+
+    def forward(self, images):
+        return self.wrap(self.inner(images))
+
+
+class Opaque:
+    def __init__(self, values):
+        self.values = values
+
+
+@pytest.mark.parametrize(
+    ("wrap", "found"),
+    [
+        (lambda values: {"out": values, "name": "a", "count": 3}, ["inner.first"]),
+        (lambda values: (values.argmax(1), [values]), ["inner.first"]),
+        (Opaque, []),  # what cannot be looked into may need every bias
+    ],
+)
+def test_models_that_return_dicts_and_tuples(wrap, found):
+    assert drop_biases(ManyOutputs(wrap), torch.randn(2, 3, 8, 8)) == found

@@ -29,6 +29,18 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
 DebugTool = Literal["off", "anomaly", "profile", "gradcheck", "nvtx"]
+OptimizerName = Literal["adamw", "sgd", "lars", "lamb", "novograd"]
+
+_USUAL_DECAY: dict[OptimizerName, float] = {
+    "adamw": 0.05,
+    "sgd": 5e-4,
+    "lars": 1e-4,
+    "lamb": 0.01,
+    "novograd": 1e-3,
+}
+"""Weight decay by optimizer, as their papers and timm's recipes have it: what is decoupled is
+multiplied by the rate alone, and has to be larger than what is added to the gradient."""
+_WARMUP = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +50,7 @@ class ModelConfig:
     model: str = "resnet18"
     """resnet9 (for 32 px), resnet9-small (a sixteenth of its work), resnet18, unet,
     torchvision:NAME, timm:NAME, or module:function, called with the number of outputs."""
-    drop_biases: bool = True
+    drop_biases: bool = False
     """Drop the bias of each layer that a batch norm follows: the norm subtracts it again."""
     checkpoint: bool = False
     """Gradient checkpointing: keep only each block's input, and compute the rest twice."""
@@ -126,7 +138,7 @@ class RecipeConfig:
 class OptimConfig:
     """How weights move."""
 
-    optimizer: Literal["adamw", "sgd", "lars", "lamb", "novograd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """adamw, or sgd with Nesterov momentum; for large batches lars, lamb or novograd."""
     lr: float = 1e-3
     """Learning rate, at the schedule's highest."""
@@ -136,11 +148,14 @@ class OptimConfig:
     lr_batch: int = 256
     """Batch size that --lr is meant for, with --lr-scaling."""
     momentum: float = 0.9
-    """Momentum of sgd and lars, first beta of the others."""
-    weight_decay: float = 0.05
-    """Decoupled for adamw and lamb, L2 for sgd and lars (where 5e-4 is usual)."""
+    """Momentum of sgd and lars, first beta of the others; onecycle and cyclic move it around
+    this, against the rate."""
+    weight_decay: float | None = None
+    """Decoupled for adamw and lamb, L2 for sgd and lars, added to the normalized gradient by
+    novograd. By default 0.05 (adamw), 0.01 (lamb), 5e-4 (sgd), 1e-4 (lars), 1e-3 (novograd)."""
     decay_norms: bool = False
-    """Let weight decay act on norms and biases as well (He et al. 2019 leave them out)."""
+    """Let weight decay act on norms, biases, class tokens and position embeddings as well (He et
+    al. 2019 leave them out), and on what a model's own no_weight_decay() names."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """One kernel for all weights, one per operation, or one per weight and operation (adamw and
     sgd; the others take one per operation)."""
@@ -155,7 +170,15 @@ class OptimConfig:
         above_zero(self, "lr")
         at_least(self, 1, "lr_batch")
         below_one(self, "momentum")
-        at_least(self, 0, "weight_decay", "clip_norm", "clip_value")
+        at_least(self, 0, "clip_norm", "clip_value")
+        if self.weight_decay is not None:
+            at_least(self, 0, "weight_decay")
+
+    @property
+    def decay(self) -> float:
+        """Weight decay: the one that was given, or the optimizer's usual one."""
+        given = self.weight_decay
+        return _USUAL_DECAY[self.optimizer] if given is None else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +188,9 @@ class ScheduleConfig:
     schedule: ScheduleName = "cosine"
     """onecycle (Smith & Topin 2018), cyclic (triangular2, Smith 2017), cosine, linear or step
     after the warm-up, or constant."""
-    warmup: float = 0.1
-    """Share of all steps over which the rate climbs from near 0 (onecycle: to its peak)."""
+    warmup: float | None = None
+    """Share of all steps over which the rate climbs from near 0 (onecycle: to its peak). By
+    default 0.1; not for cyclic, which begins low."""
     cycles: int = 4
     """Ups and downs of cyclic."""
     step_every: float = 0.3
@@ -175,14 +199,25 @@ class ScheduleConfig:
     """step: what the rate is multiplied by."""
 
     def __post_init__(self) -> None:
-        below_one(self, "warmup")
+        if self.warmup is not None:
+            below_one(self, "warmup")
+            if self.schedule == "cyclic":
+                raise UsageError(
+                    f"--warmup {self.warmup} does nothing with --schedule cyclic, whose rate "
+                    "begins at a 25th of --lr and climbs: leave it out"
+                )
         at_least(self, 1, "cycles")
         above_zero(self, "step_every", "step_factor")
+
+    @property
+    def climb(self) -> float:
+        """Share of all steps over which the rate climbs: the one given, or the usual one."""
+        return _WARMUP if self.warmup is None else self.warmup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedConfig:
-    """What changes the speed and not the result, rounding apart."""
+    """What changes the speed and not the result, apart from rounding (and --accumulate)."""
 
     precision: Precision = "auto"
     """fp32 (true), tf32 (Ampere's matrix units), bf16 or fp16 autocast (fp16 with a gradient
@@ -196,7 +231,8 @@ class SpeedConfig:
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms once for each shape (CUDA only)."""
     accumulate: int = 1
-    """Parts that each batch is computed in, one after the other, to save memory."""
+    """Parts that each batch is computed in, one after the other, to save memory. A batch norm
+    sees one part at a time."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "accumulate")

@@ -1,9 +1,10 @@
 """Optimizers: which weights decay, and how many kernels one step takes."""
 
+import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from h5feed.train.config import OptimConfig
@@ -31,20 +32,44 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, **how)
 
 
+_NEVER_DECAYED = re.compile(
+    r"bias$|bias_table$|(cls|class|dist|reg|mask)_token$|pos(ition)?_?embed(ding)?s?$|(layer|logit)_?scale$"
+)
+"""Ends of the names of weights that have several dimensions and are no matrices: decay would only
+pull tokens, positions and scales to 0 (Dosovitskiy et al. 2021; Liu et al. 2021)."""
+
+
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Two groups: matrices and filters, which decay, and norms and biases, which do not.
+    """Two groups: matrices and filters, which decay, and all other weights, which do not.
 
     Norms' weights and all biases are the parameters of at most one dimension (He et al. 2019,
-    arXiv:1812.01187, section 3.1).
+    arXiv:1812.01187, section 3.1). Tokens, position embeddings and bias tables are known by
+    their names, and by `no_weight_decay()`, by which timm's models name them.
     """
-    wanted = [weight for weight in model.parameters() if weight.requires_grad]
-    decayed = [weight for weight in wanted if config.decay_norms or weight.ndim > 1]
-    spared = [weight for weight in wanted if not config.decay_norms and weight.ndim <= 1]
+    spared_names = _names_spared_by_models(model)
+    decayed: list[Tensor] = []
+    spared: list[Tensor] = []
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        is_matrix = weight.ndim > 1 and not _NEVER_DECAYED.search(name)
+        decays = config.decay_norms or (is_matrix and name not in spared_names)
+        (decayed if decays else spared).append(weight)
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": decayed, "weight_decay": config.decay},
         {"params": spared, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _names_spared_by_models(model: nn.Module) -> set[str]:
+    """Names of what the `no_weight_decay()` of `model` or of its parts lists."""
+    spared: set[str] = set()
+    for prefix, module in model.named_modules():
+        listed = getattr(module, "no_weight_decay", None)
+        if callable(listed):
+            spared |= {f"{prefix}.{name}" if prefix else name for name in listed()}
+    return spared
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:

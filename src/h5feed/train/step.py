@@ -30,7 +30,11 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class TrainStep:
-    """What moves when the weights move. Nothing in a call waits for the device."""
+    """What moves when the weights move.
+
+    Nothing in a call waits for the device, except in fp16 with an optimizer that is not fused:
+    torch's scaler then reads whether gradients overflowed.
+    """
 
     config: TrainConfig
     model: nn.Module

@@ -4,7 +4,7 @@ The norm subtracts its input's mean, and the bias with it (Ioffe & Szegedy 2015,
 section 3.2); PyTorch's Performance Tuning Guide advises to leave such biases out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ def _adjacent(model: nn.Module, example: Tensor) -> dict[str, str]:
     def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(module, _WITH_BIAS) and module.bias is not None:
             made[id(output)] = (module, output)
-        elif isinstance(module, _BatchNorm) and id(inputs[0]) in made:
+        elif isinstance(module, _BatchNorm) and inputs and id(inputs[0]) in made:
             pairs[names[made[id(inputs[0])][0]]] = names[module]
 
     hooks = [module.register_forward_hook(record) for module in names]
@@ -81,15 +81,33 @@ def _noticed(model: nn.Module, example: Tensor, layers: list[str]) -> bool:
         finally:
             for bias, value in zip(biases, kept, strict=True):
                 bias.copy_(value)
+    if not before:  # nothing that could notice: then every bias counts
+        return True
+    return any(_differ(one, other) for one, other in zip(before, after, strict=True))
+
+
+def _differ(before: Tensor, after: Tensor) -> bool:
     scale = before.abs().max().clamp(min=1e-6)
     return not bool((after - before).abs().max() <= _TOLERANCE * scale)
 
 
-def _outputs(model: nn.Module, example: Tensor) -> Tensor:
+def _outputs(model: nn.Module, example: Tensor) -> list[Tensor]:
     with _left_alone(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same dropout in every pass
-        outputs: Tensor = model(example)
-    return outputs
+        return list(_tensors(model(example)))
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yield what has values in the outputs of a model, which may be dicts or tuples of them."""
+    if isinstance(outputs, Tensor):
+        if outputs.is_floating_point() and outputs.numel():
+            yield outputs
+    elif isinstance(outputs, Mapping):
+        for output in outputs.values():
+            yield from _tensors(output)
+    elif isinstance(outputs, Sequence) and not isinstance(outputs, str):
+        for output in outputs:
+            yield from _tensors(output)
 
 
 @contextmanager
