@@ -1,16 +1,17 @@
 """How a packed file comes to be: payload first, then HDF5's metadata around it.
 
 Worker processes write pixels into a plain file at known addresses. When all are there, HDF5
-writes a skeleton (a sparse file with all metadata and small arrays, but no pixels); everything
-but its pixels is copied around the payload. So pixels are written once, by as many processes
-as there are, without MPI, and the result equals what HDF5 would have written alone.
+makes all the rest in memory (metadata and small arrays, without the pixels), and that is written
+around the payload. So pixels are written once, by as many processes as there are, without MPI;
+and HDF5, which crashes where a write fails, never meets a disk that is full.
 """
 
+import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import h5py
@@ -19,9 +20,20 @@ import numpy as np
 from h5feed.store.fingerprint import canonical_json, fingerprint
 from h5feed.store.layout import ALIGNMENT, FORMAT, FORMAT_VERSION, LIBVER, Columns, FieldSpec
 
-__all__ = ["finalize", "head_bytes", "write_file"]
+__all__ = [
+    "create_file",
+    "finalize",
+    "head_bytes",
+    "naming",
+    "open_file",
+    "sync_file",
+    "write_at",
+    "write_file",
+]
 
 _COPY_BYTES = 8 << 20
+# Whoever may write into the folder could have left a link or a named pipe under our name.
+_OWN_FILE = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 Arrays = Mapping[str, np.ndarray[Any, Any] | None]
 Payload = bytes | np.ndarray[Any, Any]
@@ -39,8 +51,7 @@ def head_bytes(fields: Sequence[FieldSpec]) -> int:
     )
     offsets = {f.name: None if f.is_fixed else np.array([0, 1]) for f in fields}
     shapes = {f.name: None if f.is_fixed else np.ones((1, 2), np.int32) for f in fields}
-    with TemporaryDirectory() as folder:
-        places = _skeleton(Path(folder, "head"), fields, columns, {}, offsets, shapes)
+    _, places = _around_pixels(fields, columns, {}, offsets, shapes)
     return places[fields[0].name][0]
 
 
@@ -60,26 +71,28 @@ def finalize(
     `partial` holds the first field's items back to back from `head_bytes(fields)` on; `side`
     names a plain file for each further field, items back to back from byte 0. Fields that are
     not fixed bring `offsets` (int64, N+1) and `shapes` (int32, N×2). Interrupted anywhere, it
-    can simply be called again: the payload in `partial` is never overwritten.
+    can simply be called again: the payload in `partial` is never overwritten. Raises OSError
+    that names the file.
     """
-    skeleton = partial.with_name(partial.name + ".skeleton")
-    places = _skeleton(skeleton, fields, columns, provenance, offsets, shapes)
+    rest, places = _around_pixels(fields, columns, provenance, offsets, shapes)
     first = fields[0].name
     if places[first][0] != head_bytes(fields):
         raise AssertionError(f"HDF5 put {first} at {places[first][0]}, not after the head")
-    with skeleton.open("rb") as source, partial.open("r+b") as target:
-        end = os.fstat(source.fileno()).st_size
-        target.truncate(end)
-        for start, stop in _between(list(places.values()), end):
-            _copy(source.fileno(), start, target.fileno(), start, stop - start)
+    target = open_file(partial)
+    try:
+        with naming(partial):
+            os.ftruncate(target, rest.size)
         for name, path in side.items():
-            start, length = places[name]
-            with path.open("rb") as payload:
-                _copy(payload.fileno(), 0, target.fileno(), start, length)
-        os.fsync(target.fileno())
+            _copy(path, partial, target, *places[name])
+        for start, stop in _between(list(places.values()), rest.size):
+            for at, block in rest.blocks(start, stop):
+                write_at(target, block, at, partial)
+        sync_file(target, partial)
+    finally:
+        os.close(target)
     partial.replace(out)
     _sync_folder(out.parent)
-    for path in (skeleton, *side.values()):
+    for path in side.values():
         path.unlink(missing_ok=True)
 
 
@@ -95,45 +108,187 @@ def write_file(
     """Write a whole file from items in memory: the same bytes as packing would give.
 
     `payloads` has every field's items in order; `shapes` the stored sizes (int32, N×2) of the
-    items of fields that are not fixed.
+    items of fields that are not fixed. What fails leaves nothing behind.
     """
     partial = out.with_name(out.name + ".partial")
     offsets: dict[str, np.ndarray[Any, Any] | None] = {}
     side = {f.name: partial.with_name(f"{partial.name}.{f.name}") for f in fields[1:]}
-    for spec in fields:
-        with side.get(spec.name, partial).open("wb") as file:
-            file.seek(0 if spec.name in side else head_bytes(fields))
-            sizes = [file.write(bytes(item)) for item in payloads[spec.name]]
-        offsets[spec.name] = None if spec.is_fixed else np.cumsum([0, *sizes], dtype=np.int64)
-    finalize(
-        partial,
-        out,
-        fields,
-        columns,
-        provenance or {},
-        offsets=offsets,
-        shapes=shapes or {},
-        side=side,
-    )
+    first = head_bytes(fields)
+    try:
+        for spec in fields:
+            path, head = (side[spec.name], 0) if spec.name in side else (partial, first)
+            ends = _write_items(path, payloads[spec.name], head)
+            offsets[spec.name] = None if spec.is_fixed else np.array(ends, dtype=np.int64)
+        finalize(
+            partial,
+            out,
+            fields,
+            columns,
+            provenance or {},
+            offsets=offsets,
+            shapes=shapes or {},
+            side=side,
+        )
+    except BaseException:
+        for path in (partial, *side.values()):
+            path.unlink(missing_ok=True)
+        raise
 
 
-def _skeleton(
-    path: Path,
+def _write_items(path: Path, items: Iterable[Payload], head: int) -> list[int]:
+    """Write items back to back behind `head` bytes; return where each begins, and the end."""
+    ends = [0]
+    handle = create_file(path)
+    try:
+        for item in items:
+            data = bytes(item)
+            write_at(handle, data, head + ends[-1], path)
+            ends.append(ends[-1] + len(data))
+    finally:
+        os.close(handle)
+    return ends
+
+
+def create_file(path: Path) -> int:
+    """Make an empty file under the name `path`, in place of what has that name; return a handle.
+
+    What a link there leads to is not touched. Raises OSError.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, _OWN_FILE | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def open_file(path: Path, *, create: bool = False) -> int:
+    """Open a plain file for reading and writing, made if need be with `create`; return a handle.
+
+    Raises OSError, for a link too: whoever calls this means a file of its own.
+    """
+    handle = os.open(path, _OWN_FILE | (os.O_CREAT if create else 0), 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return handle
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put `path` into an OSError that names no file: the system's know a handle only."""
+    try:
+        yield
+    except OSError as ex:
+        if ex.filename is None:
+            ex.filename = str(path)
+        raise
+
+
+def write_at(handle: int, data: bytes | memoryview, at: int, path: Path) -> None:
+    """Write all of `data` at byte `at` of an open file; raises OSError that names `path`."""
+    left = memoryview(data).cast("B")
+    with naming(path):
+        while left:
+            done = os.pwrite(handle, left, at)
+            if not done:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            left, at = left[done:], at + done
+
+
+def sync_file(handle: int, path: Path) -> None:
+    """Bring what was written to the disk; raises OSError that names `path`."""
+    with naming(path):
+        getattr(os, "fdatasync", os.fsync)(handle)  # macOS has fsync alone
+
+
+class _MemoryFile:
+    """A file object for HDF5 to write into; what is never written takes no memory.
+
+    An exception inside HDF5's calls would leave it in an undefined state, so the one that can
+    happen waits in `error` until HDF5 is done.
+    """
+
+    _PAGE = 1 << 20
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.error: MemoryError | None = None
+        self._at = 0
+        self._pages: dict[int, bytearray] = {}
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield (address, bytes) of all there is from `start` to `stop`, zeros too."""
+        while start < stop:
+            number, first = divmod(start, self._PAGE)
+            last = min(self._PAGE, first + stop - start)
+            page = self._pages.get(number) or bytes(self._PAGE)
+            yield start, memoryview(page)[first:last]
+            start += last - first
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def truncate(self, size: int) -> int:
+        self.size = size
+        return size
+
+    def flush(self) -> None:
+        pass
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes; h5py takes nothing for a file that cannot be read so."""
+        data = bytearray(max(0, self.size - self._at) if size < 0 else size)
+        return bytes(data[: self.readinto(data)])
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        count = min(len(view), max(0, self.size - self._at))
+        for at, block in self.blocks(self._at, self._at + count):
+            view[at - self._at : at - self._at + len(block)] = block
+        self._at += count
+        return count
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            self._store(view)
+        except MemoryError as ex:
+            self.error = ex
+        self._at += len(view)
+        self.size = max(self.size, self._at)
+        return len(view)
+
+    def _store(self, view: memoryview) -> None:
+        at, left = self._at, view
+        while left:
+            number, first = divmod(at, self._PAGE)
+            if number not in self._pages:
+                self._pages[number] = bytearray(self._PAGE)
+            count = min(len(left), self._PAGE - first)
+            self._pages[number][first : first + count] = left[:count]
+            at, left = at + count, left[count:]
+
+
+def _around_pixels(
     fields: Sequence[FieldSpec],
     columns: Columns,
     provenance: dict[str, Any],
     offsets: Arrays,
     shapes: Arrays,
-) -> dict[str, tuple[int, int]]:
-    """Write all but the pixels; return each pixel field's (address, bytes)."""
+) -> tuple[_MemoryFile, dict[str, tuple[int, int]]]:
+    """Make all but the pixels; return it, and each pixel field's (address, bytes)."""
     text = canonical_json(provenance)
     # Two steps: only pixels are aligned (a threshold of 1: the first field's address must not
     # depend on its size), and small arrays follow without a page of padding each.
+    memory = _MemoryFile()
     with h5py.File(
-        path, "w", libver=LIBVER, alignment_threshold=1, alignment_interval=ALIGNMENT
+        memory, "w", libver=LIBVER, alignment_threshold=1, alignment_interval=ALIGNMENT
     ) as file:
         places = {spec.name: _reserve(file, spec, len(columns), offsets) for spec in fields}
-    with h5py.File(path, "r+", libver=LIBVER) as file:
+    if memory.error is not None:
+        raise memory.error
+    with h5py.File(memory, "r+", libver=LIBVER) as file:
         for spec in fields:
             _describe(file[spec.name], spec, offsets, shapes)
         _add_columns(file, columns)
@@ -146,7 +301,9 @@ def _skeleton(
         }
         for key, value in facts.items():
             file.attrs[key] = _attribute(value)
-    return places
+    if memory.error is not None:
+        raise memory.error
+    return memory, places
 
 
 def _reserve(file: h5py.File, spec: FieldSpec, count: int, offsets: Arrays) -> tuple[int, int]:
@@ -219,13 +376,20 @@ def _between(places: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     return [*gaps, (at, end)]
 
 
-def _copy(source: int, start: int, target: int, at: int, count: int) -> None:
-    done = 0
-    while done < count:
-        block = os.pread(source, min(_COPY_BYTES, count - done), start + done)
-        if not block:
-            raise OSError(f"a payload file ends {count - done} bytes early")
-        done += os.pwrite(target, block, at + done)
+def _copy(source: Path, partial: Path, target: int, at: int, count: int) -> None:
+    """Copy the first `count` bytes of the file `source` to byte `at` of `partial`."""
+    handle = open_file(source)
+    try:
+        for start in range(0, count, _COPY_BYTES):
+            with naming(source):
+                block = os.pread(handle, min(_COPY_BYTES, count - start), start)
+            if len(block) < min(_COPY_BYTES, count - start):
+                raise OSError(
+                    errno.EIO, f"ends {count - start - len(block)} bytes early", str(source)
+                )
+            write_at(target, block, at + start, partial)
+    finally:
+        os.close(handle)
 
 
 def _sync_folder(folder: Path) -> None:
