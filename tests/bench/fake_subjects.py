@@ -127,6 +127,15 @@ class HonestUntilTimed(Fake):
         return self.made
 
 
+class Wasteful(Fake):
+    """Makes a second epoch behind each one, and hands out nothing of it."""
+
+    def epoch(self):
+        yield from super().epoch()
+        for _ in super().epoch():
+            pass
+
+
 class Short(Fake):
     """Leaves out two batches of each epoch."""
 

@@ -13,6 +13,7 @@ from bench.fake_subjects import (
     Repeating,
     Short,
     Slow,
+    Wasteful,
 )
 from h5feed.bench import measure
 
@@ -167,3 +168,18 @@ def test_waits_until_work_ahead_is_done(clock, monkeypatch, used, looks, idle):
     monkeypatch.setattr(measure.usage, "cpu_seconds", lambda: sum(used[: len(slept)]))
     assert measure.wait_until_idle(patience=1.0, calm=0.0625) is idle
     assert len(slept) == looks
+
+
+def test_batches_that_nobody_gets_show_in_the_time_after_the_last_one(clock):
+    assert warm(Fake({"clock": clock}), seconds=3.0).lost_share == 0
+    assert warm(Wasteful({"clock": clock}), seconds=6.0).lost_share == pytest.approx(0.5)
+    assert warm(Fake({"clock": clock}), seconds=0.5).lost_share is None  # no epoch ended
+
+
+def test_whole_epochs_count_from_the_asking_to_the_end(clock):
+    rates = measure.whole_epochs(Fake({"clock": clock}), EXPECTED, seconds=2.0)
+    assert rates == pytest.approx([640 / 1.25] * 2)
+    rates = measure.whole_epochs(Wasteful({"clock": clock}), EXPECTED, seconds=0.1)
+    assert rates == pytest.approx([640 / 2.5])
+    with pytest.raises(measure.DishonestError, match="delivered 512 pictures in one epoch"):
+        measure.whole_epochs(Short({"clock": clock}), EXPECTED, seconds=0.1)

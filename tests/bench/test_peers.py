@@ -1,10 +1,12 @@
 """The parts of tools/peers that need no rival installed."""
 
 import ast
+import importlib
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 PEERS = Path(__file__).parents[2] / "tools/peers"
@@ -187,3 +189,61 @@ def test_the_spdl_filter_has_a_crop_a_size_and_sometimes_a_flip():
     drawn = [random_filter(224) for _ in range(60)]
     assert all(text.startswith("crop=w=min(iw") and "scale=224:224" in text for text in drawn)
     assert 5 < sum("hflip" in text for text in drawn) < 55
+
+
+class AutoReset:
+    """An iterator that begins again when it has ended, as DALI's does, and counts its batches."""
+
+    def __init__(self):
+        self.made = self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 4:
+            self.at = 0
+            raise StopIteration
+        self.at += 1
+        self.made += 1
+        return self.batch()
+
+    def batch(self):
+        images, labels = np.zeros((2, 8, 8, 3)), np.zeros((2, 1))
+        return [{"images": images, "labels": labels}]
+
+    def close(self):
+        pass
+
+
+def torch_batches():
+    loader = AutoReset()
+    loader.batch = lambda: {"image": 1, "label": 2}
+    return loader
+
+
+# bare_loop.py and spdl_loader.py make each epoch's iterator themselves, from a list that ends.
+_HANDED_ON = [path for path in adapters() if path.stem not in ("bare_loop", "spdl_loader")]
+
+
+@pytest.mark.parametrize("path", _HANDED_ON, ids=lambda path: path.stem)
+def test_no_adapter_makes_batches_that_nobody_gets(path, monkeypatch):
+    """DALI's drained after auto_reset: each epoch ran a second one, and its rate was halved."""
+    adapter = importlib.import_module(path.stem).Adapter
+    subject = adapter.__new__(adapter)
+    subject.loader = torch_batches() if path.stem == "datasets_loader" else AutoReset()
+    for epoch in (1, 2):
+        assert sum(1 for _ in subject.epoch()) == 4
+        assert subject.loader.made == 4 * epoch
+
+
+def test_dali_left_in_mid_epoch_begins_the_next_one_at_its_first_batch():
+    from dali_cpu import Adapter
+
+    subject = Adapter.__new__(Adapter)
+    subject.loader = AutoReset()
+    batches = subject.epoch()
+    next(batches)
+    batches.close()
+    assert subject.loader.at == 0
+    assert sum(1 for _ in subject.epoch()) == 4

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from h5feed.bench.outcomes import Cold, Outcome
+from h5feed.bench.outcomes import Cold, Outcome, suspicions
 from h5feed.bench.report import Report, as_dict, from_dict, utilization
 from h5feed.bench.words import (
     as_markdown,
@@ -172,3 +172,30 @@ def test_the_legend_speaks_of_what_is_there():
     assert "cold: " not in plain
     assert "In […]" not in plain
     assert "AU: accelerator utilization" in as_text(replace(REPORT, kind="training"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"cpu_per_image": (1e-3, 0.9e-3, 1.1e-3)}, []),
+        (
+            {"cpu_per_image": (1e-3, 2.6e-3, 1.1e-3)},
+            ["window 2 of 3 took 2,600 µs of CPU an image, the median 1,100"],
+        ),
+        ({"cpu_per_image": (1e-5, 2.6e-5, 1e-5)}, []),  # a tick more or less
+        ({"lost_share": 0.04}, []),
+        (
+            {"lost_share": 0.5},
+            [
+                "50% of its epochs' time goes by after the last batch: it may make batches that "
+                "nobody gets"
+            ],
+        ),
+    ],
+)
+def test_a_jump_of_cpu_and_lost_batches_are_suspicious(changed, said):
+    outcome = replace(FAST, **changed)
+    assert suspicions(outcome) == said
+    text = " ".join(as_text(replace(REPORT, outcomes=(outcome,))).split())
+    assert all(line in text for line in said)
+    assert from_dict(as_dict(replace(REPORT, outcomes=(outcome,)))).outcomes == (outcome,)

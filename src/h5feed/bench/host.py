@@ -7,6 +7,7 @@ adapters in tools/peers, whose Python is another one.
     {"do": "open", "params": {…}, "expected": {…}}   → {"dtype", "layout", "note", "bytes"}
     {"do": "verify", "seconds": s}                   → fields of measure.Check
     {"do": "warm", "seconds": s, "settle": s}        → fields of measure.Window, "idle"
+    {"do": "epochs", "seconds": s}                   → {"rates": images per second of each, "idle"}
     {"do": "cold", "seconds": s}                     → fields of measure.Window
     {"do": "extra"}                                  → what the subject's own extra() tells
     {"do": "convert", "params": {…}}                 → whatever the adapter tells of its conversion
@@ -50,6 +51,7 @@ class Host:
             "open": self._open,
             "verify": self._verify,
             "warm": self._warm,
+            "epochs": self._epochs,
             "cold": self._cold,
             "extra": self._extra,
             "convert": self._converted,
@@ -89,6 +91,10 @@ class Host:
             *self._opened(), seconds=request["seconds"], settle=request["settle"]
         )
         return asdict(window) | {"idle": measure.wait_until_idle()}
+
+    def _epochs(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        rates = measure.whole_epochs(*self._opened(), seconds=request["seconds"])
+        return {"rates": rates, "idle": measure.wait_until_idle()}
 
     def _cold(self, request: Mapping[str, Any]) -> dict[str, Any]:
         subject, _ = self._opened()

@@ -38,6 +38,7 @@ __all__ = [
     "verify",
     "wait_until_idle",
     "warm_window",
+    "whole_epochs",
 ]
 
 _PROBED_PICTURES = 8  # of each timed batch: 8 × 48 values, a copy of about 10 µs
@@ -76,6 +77,9 @@ class Window:
     """Of the process and its children, within the stretch."""
     read_bytes: int | None
     """From the disk, within the stretch; in a cold one from its first picture on."""
+    lost_share: float | None = None
+    """Of the time of the epochs that ended: what went by between the last batch and the end. A
+    loader that makes batches which nobody gets does it there. None where none ended."""
 
     @property
     def rate(self) -> float:
@@ -146,15 +150,52 @@ def verify(subject: Subject, expected: Expectation, seconds: float) -> Check:
     )
 
 
-def _endless(subject: Subject, expected: Expectation) -> Generator[Any, None, None]:
-    """Yield the images of one epoch after another, counting each."""
+@dataclass(slots=True)
+class _Ends:
+    """Seconds in epochs that ended, and of them those after the last batch."""
+
+    epochs: float = 0.0
+    after: float = 0.0
+
+    @property
+    def share(self) -> float | None:
+        return self.after / self.epochs if self.epochs else None
+
+
+def _endless(subject: Subject, expected: Expectation, ends: _Ends) -> Generator[Any, None, None]:
+    """Yield the images of one epoch after another, counting each and timing its end."""
     while True:
-        pictures = 0
+        pictures, begin = 0, time.perf_counter()
+        asked = begin
         for images, _ in subject.epoch():
             pictures += len(images)
             yield images
+            asked = time.perf_counter()
+        now = time.perf_counter()
+        ends.epochs, ends.after = ends.epochs + now - begin, ends.after + now - asked
         if not expected.ceiling:
             check_count(pictures, expected)
+
+
+def whole_epochs(subject: Subject, expected: Expectation, *, seconds: float) -> list[float]:
+    """Return images per second of each of the whole epochs that `seconds` begin; one at least.
+
+    From asking for an epoch to its end: what a short window leaves out, how an epoch starts and
+    how it ends, counts in full.
+
+    Raises:
+        DishonestError: An epoch of another length.
+    """
+    rates: list[float] = []
+    start = time.perf_counter()
+    while not rates or time.perf_counter() - start < seconds:
+        begin = time.perf_counter()
+        pictures = sum(len(images) for images, _ in subject.epoch())
+        subject.synchronize()
+        rates.append(pictures / (time.perf_counter() - begin))
+        if not expected.ceiling:
+            check_count(pictures, expected)
+    return rates
 
 
 def warm_window(
@@ -165,7 +206,8 @@ def warm_window(
     Raises:
         DishonestError: An epoch of another length, or batches that repeat.
     """
-    batches = _endless(subject, expected)
+    ends = _Ends()
+    batches = _endless(subject, expected, ends)
     start = time.perf_counter()
     warmup = len(next(batches))
     first = time.perf_counter() - start
@@ -182,6 +224,7 @@ def warm_window(
         warmup_pictures=warmup,
         cpu_seconds=usage.cpu_seconds() - cpu,
         read_bytes=_since(read),
+        lost_share=ends.share,
     )
     batches.close()  # ends the epoch it is in
     check_distinct(distinct_share([on_host(one).tobytes() for one in probes]), "batches")

@@ -13,6 +13,7 @@ from .outcomes import Cold, Outcome
 
 __all__ = ["SMOKE_BATCHES", "Report", "as_dict", "from_dict", "utilization"]
 
+_TUPLES = ("rates", "cpu_per_image", "epoch_rates")  # of an outcome: lists in JSON
 SMOKE_BATCHES = 4  # fewer batches in an epoch measure how epochs start, not how pictures flow
 
 
@@ -75,7 +76,7 @@ def from_dict(values: Mapping[str, Any]) -> Report:
     for saved in values["outcomes"]:
         given = {key: value for key, value in saved.items() if key != "images_per_second"}
         cold = given.pop("cold")
-        given["rates"] = tuple(given["rates"])
+        given |= {name: tuple(given[name]) for name in _TUPLES if name in given}
         outcomes.append(Outcome(**given, cold=None if cold is None else Cold(**cold)))
     names = ("title", "kind", "pictures", "batch_size", "machine", "facts")
     return Report(

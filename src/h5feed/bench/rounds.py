@@ -60,6 +60,8 @@ class Schedule:
     """Warm-up inside a window before its clock starts."""
     verify: float = 1.0
     """Untimed pass: checks, memory, first warm-up."""
+    epochs: float = 0.0
+    """Seconds in which whole epochs begin, after each window; 0 leaves them out."""
     cold: float = 0.0
     """Longest cold run; 0 leaves cold runs out."""
 
@@ -73,6 +75,7 @@ class _Running:
         self.facts: dict[str, Any] = {}
         self.check: dict[str, Any] = {}
         self.windows: list[dict[str, Any]] = []
+        self.epochs: list[float] = []
         self.extra: dict[str, Any] = {}
         self.cold: Cold | None = None
         self.error: str | None = None
@@ -102,6 +105,10 @@ class _Running:
         request = {"do": "warm", "seconds": schedule.seconds, "settle": schedule.settle}
         self.windows.append(self.remote.ask(request))
 
+    def measure_epochs(self, schedule: Schedule) -> None:
+        request = {"do": "epochs", "seconds": schedule.epochs}
+        self.epochs += self.remote.ask(request)["rates"]
+
     def tell(self) -> None:
         self.extra = self.remote.ask({"do": "extra"})
 
@@ -121,6 +128,11 @@ class _Running:
             layout=self.facts.get("layout", ""),
             disk_bytes=self.entry.bytes_read or self.facts.get("bytes", 0),
             rates=tuple(window["pictures"] / window["seconds"] for window in self.windows),
+            cpu_per_image=tuple(w["cpu_seconds"] / w["pictures"] for w in self.windows),
+            epoch_rates=tuple(self.epochs),
+            lost_share=max(
+                (w["lost_share"] for w in self.windows if w["lost_share"] is not None), default=None
+            ),
             first_batch_seconds=statistics.median(firsts) if firsts else None,
             startup_seconds=self.check.get("startup_seconds"),
             cpu_seconds_per_1000=1000 * total["cpu_seconds"] / pictures if pictures else None,
@@ -193,6 +205,8 @@ def _warm(running: Sequence[_Running], schedule: Schedule, tell: Tell) -> None:
         for one in running:
             tell(f"round {turn + 1} of {schedule.repeats}: {one.entry.name}")
             one.step(one.measure, schedule)
+            if schedule.epochs and not one.entry.expected.ceiling:
+                one.step(one.measure_epochs, schedule)
     for one in running:
         one.step(one.tell)
 

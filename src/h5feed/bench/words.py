@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
-from .outcomes import Outcome
+from .outcomes import Outcome, suspicions
 from .report import SMOKE_BATCHES, Report, utilization
 from .tables import markdown_table, text_table
 
@@ -22,10 +22,7 @@ def _number(value: float | None, form: str = ",.0f", factor: float = 1.0) -> str
 
 
 def _spread(o: Outcome) -> str:
-    """Half the distance between the slowest and the fastest window, in percent of the median."""
-    if o.rate is None or len(o.rates) < 2:
-        return "–"
-    return f"{50 * (max(o.rates) - min(o.rates)) / o.rate:.0f}%"
+    return "–" if o.spread is None else f"{o.spread:.0%}"
 
 
 def _disk(o: Outcome, pictures: int) -> float | None:
@@ -39,6 +36,7 @@ def _remark(o: Outcome) -> str:
         said.append(f"{o.cold.resident_before:.0%} of its files were cached when it began cold")
     if not o.idle:
         said.append("goes on computing between its turns")
+    said += suspicions(o)
     if o.error is not None:
         said.append("failed: " + textwrap.shorten(o.error, 90, placeholder=" …"))
     return "; ".join(said)

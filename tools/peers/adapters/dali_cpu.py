@@ -71,9 +71,12 @@ class Adapter(TorchLoader):
             for (batch,) in iterator:
                 labels = batch.get("labels")
                 yield batch["images"], None if labels is None else labels.reshape(-1)
-        finally:
-            for _ in iterator:  # DALI cannot be reset in the middle of an epoch
+        except GeneratorExit:
+            # DALI cannot be reset in the middle of an epoch. At its end auto_reset has begun the
+            # next one: to drain then would make a whole epoch that nobody gets.
+            for _ in iterator:
                 pass
+            raise
 
 
 if __name__ == "__main__":
