@@ -40,7 +40,23 @@ def test_check_lists_the_damaged_and_exits_1(packed, capsys):
     assert check.main([str(packed), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["sound"] is False
-    assert report["damaged"][0] == {"index": 1, "key": "1/ü1.png"}
+    assert report["damaged"][0] == {"index": 1, "key": "1/ü1.png", "error": None}
+
+
+def test_check_names_what_cannot_be_read_and_why(packed, capsys, monkeypatch):
+    start, _ = read_index(packed).extents["images"].item_range(2)
+    pread = os.pread
+
+    def failing(fd, length, at):
+        if at == start:
+            raise OSError(5, "Input/output error")
+        return pread(fd, length, at)
+
+    monkeypatch.setattr("os.pread", failing)
+    assert check.main([str(packed)]) == 1
+    out = capsys.readouterr().out
+    assert "1 damaged of 5 items" in out
+    assert "item 2: 0/ü2.png: cannot be read: Input/output error (errno 5)\n" in out
 
 
 def test_names_cannot_write_on_the_terminal(tmp_path, capsys):

@@ -1,3 +1,6 @@
+import errno
+import os
+
 import numpy as np
 import pytest
 
@@ -99,3 +102,29 @@ def test_every_byte_that_is_written_is_covered(tmp_path):
         data[at] ^= 1 << at % 8
         path.write_bytes(data)
         assert not check_file(path).is_sound, at
+
+
+def test_items_that_the_disk_does_not_give_are_named_with_what_it_said(packed, monkeypatch):
+    extent = read_index(packed).extents["masks"]
+    bad = {extent.item_range(item)[0]: item for item in (7, 300)}
+    pread = os.pread
+
+    def failing(fd, length, start):
+        if start in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, length, start)
+
+    monkeypatch.setattr(os, "pread", failing)
+    report = check_file(packed)
+    assert not report.is_sound
+    assert [(d.index, d.error) for d in report.damaged] == [
+        (7, "Input/output error (errno 5)"),
+        (300, "Input/output error (errno 5)"),
+    ]
+
+
+def test_an_item_is_read_in_pieces(packed, monkeypatch):
+    monkeypatch.setattr("h5feed.store.check._PIECE", 7)
+    assert check_file(packed).is_sound
+    flip(packed, read_index(packed).extents["images"].item_range(5)[0] + 8)
+    assert [d.index for d in check_file(packed).damaged] == [5]

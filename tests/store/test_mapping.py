@@ -1,11 +1,14 @@
+import errno
+import gc
 import os
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
 from h5feed.errors import H5FormatError
-from h5feed.store import Mapping, read_index
+from h5feed.store import Mapping, PackedFile
 from packed import image_spec, random_images, write_packed
 
 
@@ -16,8 +19,8 @@ def images():
 
 @pytest.fixture
 def opened(tmp_path, images):
-    index = read_index(write_packed(tmp_path / "a.h5", images))
-    return index, Mapping(index)
+    mapping = Mapping(write_packed(tmp_path / "a.h5", images))
+    return mapping.index, mapping
 
 
 def test_items_and_whole_are_views_of_one_mapping(opened, images):
@@ -36,7 +39,7 @@ def test_a_write_stays_private_and_restore_takes_it_back(opened, images):
     extent = index.extents["images"]
     before = Path(index.path).read_bytes()
     mapping.item(extent, 2)[:] = 7
-    assert (Mapping(index).item(extent, 2) == images[2]).all()
+    assert (Mapping(index.path).item(extent, 2) == images[2]).all()
     assert Path(index.path).read_bytes() == before
     mapping.restore(*extent.item_range(2))
     assert np.array_equal(mapping.item(extent, 2), images[2])
@@ -45,8 +48,8 @@ def test_a_write_stays_private_and_restore_takes_it_back(opened, images):
 
 def test_restore_leaves_a_neighbor_on_the_same_page_alone(tmp_path):
     images = random_images(3, (8, 8))
-    index = read_index(write_packed(tmp_path / "small.h5", images))
-    mapping, extent = Mapping(index), index.extents["images"]
+    mapping = Mapping(write_packed(tmp_path / "small.h5", images))
+    extent = mapping.index.extents["images"]
     mapping.item(extent, 1)[:] = 1
     mapping.item(extent, 2)[:] = 2  # as another thread's transform would
     mapping.restore(*extent.item_range(1))
@@ -74,18 +77,40 @@ def test_announcements_are_cut_to_what_the_kernel_reads_of_one(opened, monkeypat
     ]
 
 
-def test_a_file_that_changed_size_since_is_refused(opened):
-    index, _ = opened
-    os.truncate(index.path, index.size - 1)
-    with pytest.raises(H5FormatError, match="open it again"):
-        Mapping(index)
+@pytest.mark.parametrize("opens", [Mapping, PackedFile])
+def test_a_file_replaced_while_it_is_opened_is_one_or_the_other(tmp_path, monkeypatch, opens):
+    """Packing again renames the new file over the old one: at the worst moment, here."""
+    versions = [random_images(6, (64, 64), seed) for seed in (1, 2)]
+    path, other = (
+        write_packed(tmp_path / f"{seed}.h5", images, labels=np.full(6, seed), classes=())
+        for seed, images in enumerate(versions)
+    )
+    opened_by_hdf5 = h5py.File
+
+    def replaced(*args, **options):
+        file = opened_by_hdf5(*args, **options)
+        os.replace(other, path)
+        return file
+
+    monkeypatch.setattr("h5py.File", replaced)
+    file = opens(path)
+    assert not other.exists()
+    assert (file.index.labels == 0).all()
+    assert np.array_equal(file.item(file.index.extents["images"], 3), versions[0][3])
 
 
 def test_descriptors_are_closed(opened):
     index, _ = opened
+    gc.collect()  # of what earlier tests left
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(50):
-        Mapping(index)
+        Mapping(index.path)
+    os.truncate(index.path, 5000)
+    errors = []
+    for _ in range(50):
+        with pytest.raises(H5FormatError) as caught:
+            Mapping(index.path)
+        errors.append(caught.value)  # and the frames it passed through
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -94,15 +119,62 @@ def test_items_of_their_own_size(tmp_path):
     images = [np.full((h, w, 3), i, np.uint8) for i, (h, w) in enumerate(shapes)]
     spec = image_spec(size=(8, 8), fit="keep")
     path = write_packed(tmp_path / "k.h5", images, spec=spec, stored_shapes=shapes)
-    index = read_index(path)
+    mapping = Mapping(path)
     for i, image in enumerate(images):
-        assert np.array_equal(Mapping(index).item(index.extents["images"], i), image)
+        assert np.array_equal(mapping.item(mapping.index.extents["images"], i), image)
 
 
 def test_nv12_items(tmp_path):
     images = [np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) + i for i in range(3)]
     path = write_packed(tmp_path / "y.h5", images, spec=image_spec("yuv420", (8, 16)))
-    index = read_index(path)
+    mapping = Mapping(path)
+    extent = mapping.index.extents["images"]
+    assert np.array_equal(mapping.item(extent, 2), images[2])
+    assert mapping.whole(extent).shape == (3, 12, 16)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.h5")
+    for path in (tmp_path / "pipe.h5", Path(os.devnull)):
+        with pytest.raises(H5FormatError, match=f"^{path}: not a regular file; give a file that"):
+            PackedFile(path)
+
+
+def failing_disk(monkeypatch, bad):
+    """Let `os.pread` fail as a disk does for the bytes `bad`, a range of addresses."""
+    pread = os.pread
+
+    def read(fd, length, start):
+        if start < bad.stop and start + length > bad.start:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, length, start)
+
+    monkeypatch.setattr(os, "pread", read)
+
+
+def test_an_item_that_the_disk_does_not_give_is_an_os_error(opened, images, monkeypatch):
+    index, _ = opened
     extent = index.extents["images"]
-    assert np.array_equal(Mapping(index).item(extent, 2), images[2])
-    assert Mapping(index).whole(extent).shape == (3, 12, 16)
+    start, length = extent.item_range(3)
+    failing_disk(monkeypatch, range(start, start + length))
+    with PackedFile(index.path) as file:
+        assert np.array_equal(file.item(extent, 2), images[2])
+        with pytest.raises(OSError, match="Input/output error"):
+            file.item(extent, 3)
+        os.truncate(index.path, start - 1)
+        with pytest.raises(OSError, match="the file ends before it"):
+            file.item(extent, 2)
+
+
+def test_what_the_system_says_of_hdf5s_own_reads_is_an_os_error(opened, monkeypatch):
+    """HDF5 reports in words what `pread` said to it: a disk that fails is no damaged file."""
+    index, _ = opened
+    said = "file read failed: time = 1, filename = 'a.h5', errno = 5, error message = 'x', buf = 0"
+
+    def fail(*_, **__):
+        raise OSError(f"Unable to synchronously open file ({said})")
+
+    monkeypatch.setattr("h5py.File", fail)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        PackedFile(index.path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, index.path)

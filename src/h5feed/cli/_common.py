@@ -105,7 +105,9 @@ def _in_words(error: OSError) -> str:
     """Return the error as a sentence about its file."""
     if error.filename is None:
         return error.strerror or str(error)
-    what = _WHAT_IS_WRONG.get(error.errno or 0, f"cannot be used: {error.strerror}")
+    what = _WHAT_IS_WRONG.get(
+        error.errno or 0, f"cannot be used: {error.strerror} (errno {error.errno})"
+    )
     return f"{os.fsdecode(error.filename)} {what}"
 
 

@@ -13,7 +13,7 @@ from h5feed.cli._common import DONE, FAILED, run_command
 from h5feed.counted import counted
 from h5feed.printable import printable
 from h5feed.progress import Progress
-from h5feed.store import CheckReport, check_file
+from h5feed.store import CheckReport, DamagedItem, check_file
 
 __all__ = ["main"]
 
@@ -57,8 +57,13 @@ def _as_text(report: CheckReport) -> str:
     size = f"{counted(report.items, 'item')}, {report.payload_bytes / 1e6:,.1f} MB"
     if report.is_sound:
         return f"{report.path}: sound ({size})"
-    lines = [f"item {item.index}: {printable(item.key)}" for item in report.damaged]
+    lines = [_item_text(item) for item in report.damaged]
     return "\n".join([f"{report.path}: {len(lines)} damaged of {size}", *lines])
+
+
+def _item_text(item: DamagedItem) -> str:
+    said = "" if item.error is None else f": cannot be read: {item.error}"
+    return f"item {item.index}: {printable(item.key)}{said}"
 
 
 if __name__ == "__main__":

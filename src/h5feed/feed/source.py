@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.files import FilePath, check_alike, joint_fingerprint
-from h5feed.store import Extent, FieldSpec, FileIndex, Mapping, read_index
+from h5feed.store import Extent, FieldSpec, FileIndex, Mapping
 
 __all__ = ["Pixels"]
 
@@ -29,9 +29,9 @@ class Pixels:
     """
 
     def __init__(self, paths: Sequence[FilePath]) -> None:
-        self._indexes = [read_index(p) for p in paths]
+        self._mappings = [Mapping(path) for path in paths]
+        self._indexes = [mapping.index for mapping in self._mappings]
         check_alike(self._indexes)
-        self._mappings = [Mapping(index) for index in self._indexes]
         first = self._indexes[0]
         self.paths: list[str] = [index.path for index in self._indexes]
         """Absolute path of each file."""

@@ -8,20 +8,22 @@ from dataclasses import dataclass
 
 from h5feed.cores import available_cores
 from h5feed.errors import H5FormatError
-from h5feed.store.mapping import Mapping
-from h5feed.store.read import FileIndex, read_index
+from h5feed.store.read import PackedFile
 
 __all__ = ["CheckReport", "DamagedItem", "check_file"]
 
 _BLOCK = 256  # items a thread checks at a time; crc32 releases the interpreter lock
+_PIECE = 8 << 20  # bytes read at once: an item may be larger than memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedItem:
-    """An item whose stored bytes do not have the checksum they were written with."""
+    """An item whose stored bytes cannot be read, or are not those it was written with."""
 
     index: int
     key: str
+    error: str | None
+    """What the system said to reading it; None where its checksum is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,47 +56,60 @@ def check_file(
     are done. Raises OSError where the file cannot be read; damage is reported, not raised.
     """
     try:
-        index = read_index(path)
+        file = PackedFile(path)
     except H5FormatError as ex:
         return CheckReport(
             path=os.fspath(path), items=0, payload_bytes=0, error=str(ex), damaged=()
         )
-    bad = tuple(DamagedItem(index=i, key=index.key(i)) for i in _damaged(index, threads, progress))
-    return CheckReport(
-        path=index.path,
-        items=len(index),
-        payload_bytes=sum(extent.nbytes for extent in index.extents.values()),
-        error=None,
-        damaged=bad,
-    )
+    with file:
+        index = file.index
+        return CheckReport(
+            path=index.path,
+            items=len(index),
+            payload_bytes=sum(extent.nbytes for extent in index.extents.values()),
+            error=None,
+            damaged=tuple(_damaged(file, threads, progress)),
+        )
 
 
 def _damaged(
-    index: FileIndex, threads: int | None, progress: Callable[[int, int], None] | None
-) -> Iterator[int]:
-    mapping = Mapping(index)
-    starts = range(0, len(index), _BLOCK)
+    file: PackedFile, threads: int | None, progress: Callable[[int, int], None] | None
+) -> Iterator[DamagedItem]:
+    count = len(file.index)
+    starts = range(0, count, _BLOCK)
     with ThreadPoolExecutor(threads or available_cores()) as pool:
         for start, found in zip(
-            starts, pool.map(lambda at: _check_block(index, mapping, at), starts), strict=True
+            starts, pool.map(lambda at: _check_block(file, at), starts), strict=True
         ):
             yield from found
             if progress is not None:
-                progress(min(start + _BLOCK, len(index)), len(index))
+                progress(min(start + _BLOCK, count), count)
 
 
-def _check_block(index: FileIndex, mapping: Mapping, start: int) -> list[int]:
-    items = range(start, min(start + _BLOCK, len(index)))
-    for extent in index.extents.values():
+def _check_block(file: PackedFile, start: int) -> list[DamagedItem]:
+    items = range(start, min(start + _BLOCK, len(file.index)))
+    for extent in file.index.extents.values():
         first, _ = extent.item_range(items[0])
         last, length = extent.item_range(items[-1])
-        mapping.announce(first, last + length - first)
-    return [i for i in items if _checksum(index, mapping, i) != index.crc32[i]]
+        file.announce(first, last + length - first)
+    return [damaged for item in items if (damaged := _check_item(file, item)) is not None]
 
 
-def _checksum(index: FileIndex, mapping: Mapping, item: int) -> int:
+def _check_item(file: PackedFile, item: int) -> DamagedItem | None:
+    """Read one item and compare its checksum: by `pread`, which a failing disk does not kill."""
+    try:
+        if _checksum(file, item) == file.index.crc32[item]:
+            return None
+        said = None
+    except OSError as ex:
+        said = f"{ex.strerror} (errno {ex.errno})"
+    return DamagedItem(index=item, key=file.index.key(item), error=said)
+
+
+def _checksum(file: PackedFile, item: int) -> int:
     value = 0
-    for extent in index.extents.values():
+    for extent in file.index.extents.values():
         start, length = extent.item_range(item)
-        value = zlib.crc32(mapping.data[start : start + length].data, value)
+        for at in range(start, start + length, _PIECE):
+            value = zlib.crc32(file.read(at, min(_PIECE, start + length - at)), value)
     return value

@@ -6,16 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from h5feed.errors import H5FormatError
 from h5feed.store.layout import UInt8
-from h5feed.store.read import Extent, FileIndex
+from h5feed.store.read import Extent, PackedFile
 
 __all__ = ["Mapping"]
 
 _NORESERVE = 0x4000  # Linux' MAP_NORESERVE: Python 3.11 lacks the name
-# Linux reads no more of one announcement than the device's read-ahead, 128 KiB by default, and
-# drops the rest without a word (64 MiB announced at once: 8 MiB read, where that is 8 MiB).
-_READAHEAD = 128 << 10
 
 
 class Mapping:
@@ -26,21 +22,14 @@ class Mapping:
     Views stay valid for as long as they exist, also after `Mapping` itself is gone.
     """
 
-    def __init__(self, index: FileIndex) -> None:
-        self._fd = os.open(index.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        size = os.fstat(self._fd).st_size
-        if size != index.size:
-            raise H5FormatError(
-                f"{index.path}: the file has {size} bytes now and had {index.size} when it was "
-                "opened; open it again"
-            )
-        self._map = _map_private(self._fd, size)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open `path`, as `PackedFile` does, and map that very file."""
+        self._file = PackedFile(path)
+        self.index = self._file.index
+        self._fd = self._file.fileno()
+        self._map = _map_private(self._fd, self.index.size)
         self.data: UInt8 = np.frombuffer(self._map, np.uint8)
         """uint8 (size,): the whole file."""
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
 
     def item(self, extent: Extent, index: int) -> UInt8:
         """Return item `index` as a view, shape `extent.item_shape(index)`, without a copy."""
@@ -55,10 +44,7 @@ class Mapping:
 
     def announce(self, start: int, length: int) -> None:
         """Tell the kernel that these bytes will be read soon; it returns at once."""
-        if hasattr(os, "posix_fadvise"):
-            for at in range(start, start + length, _READAHEAD):
-                size = min(_READAHEAD, start + length - at)
-                os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_WILLNEED)
+        self._file.announce(start, length)
 
     def in_memory(self, address: int) -> bool:
         """Whether the byte at `address` can be read without waiting for the disk.

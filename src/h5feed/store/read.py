@@ -1,11 +1,14 @@
-"""How a packed file is opened: HDF5 validates it once, then pixels come from one mapping.
+"""How a packed file is opened: HDF5 validates it, through the descriptor that pixels come from.
 
-`read_index` is the gate. It accepts what h5feed writes and nothing else: a file is data, never
-code, and no address in it is believed before it has been checked against the file's size.
+Opening goes through the gate. It accepts what h5feed writes and nothing else: a file is data,
+never code, and no address in it is believed before it has been checked against the file's size.
 """
 
+import errno
 import json
 import os
+import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,11 @@ from h5feed.store.layout import (
     UInt32,
 )
 
-__all__ = ["Extent", "FileIndex", "read_index"]
+__all__ = ["Extent", "FileIndex", "PackedFile", "read_index"]
+
+# Linux reads no more of one announcement than the device's read-ahead, 128 KiB by default, and
+# drops the rest without a word (64 MiB announced at once: 8 MiB read, where that is 8 MiB).
+_READAHEAD = 128 << 10
 
 _COLUMNS = {"labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
@@ -103,25 +110,106 @@ class FileIndex:
         return os.fsdecode(self.key_bytes[first:last].tobytes())
 
 
-def read_index(path: str | os.PathLike[str]) -> FileIndex:
-    """Open, validate and close a packed file.
+class PackedFile:
+    """A packed file, opened once and held open.
 
-    Raises FileNotFoundError (or another OSError) where the file cannot be read at all, and
-    H5FormatError, one sentence, where it is anything but a finished and unaltered h5feed file.
+    Index, mapping and reads come from one descriptor: packing replaces a file by renaming, and
+    whoever opens its name twice may get the labels of one and the pixels of another. Closed with
+    the object, or by `close`; safe in threads and after a fork.
     """
-    where = Path(path).absolute()
-    with where.open("rb") as probe:
-        size = os.fstat(probe.fileno()).st_size
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open and validate `path`.
+
+        Raises FileNotFoundError (or another OSError) where the file cannot be read, and
+        H5FormatError, one sentence, where it is anything but a finished and unaltered h5feed file.
+        """
+        self._fd = -1
+        try:
+            self.index = self._open(Path(path).absolute())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "PackedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Close the descriptor; a second time it does nothing."""
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _open(self, path: Path) -> FileIndex:
+        _probe(path)
+        try:
+            with h5py.File(path, "r", driver="sec2", locking=False) as file:
+                self._fd = os.dup(file.id.get_vfd_handle())
+                return _index(Gate(path, os.fstat(self._fd).st_size), file)
+        except H5FormatError:
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as ex:
+            reason = " ".join(str(ex).split())
+            raise _read_error(path, reason) or H5FormatError(
+                f"{path}: not a sound HDF5 file ({reason}); pack the pictures again with pack-h5"
+            ) from ex
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return `length` bytes from address `start` on; OSError where the system has not all."""
+        data = os.pread(self._fd, length, start)
+        while len(data) < length:
+            more = os.pread(self._fd, length - len(data), start + len(data))
+            if not more:
+                raise OSError(errno.ENODATA, "the file ends before it", self.index.path)
+            data += more
+        return data
+
+    def item(self, extent: Extent, index: int) -> UInt8:
+        """Read item `index`: uint8, shape `extent.item_shape(index)`, read-only."""
+        data = self.read(*extent.item_range(index))
+        return np.frombuffer(data, np.uint8).reshape(extent.item_shape(index))
+
+    def announce(self, start: int, length: int) -> None:
+        """Tell the kernel that these bytes will be read soon; it returns at once."""
+        if hasattr(os, "posix_fadvise"):
+            for at in range(start, start + length, _READAHEAD):
+                size = min(_READAHEAD, start + length - at)
+                os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_WILLNEED)
+
+
+def read_index(path: str | os.PathLike[str]) -> FileIndex:
+    """Open, validate and close a packed file; raises what `PackedFile` does."""
+    with PackedFile(path) as file:
+        return file.index
+
+
+def _probe(path: Path) -> None:
+    """Raise OSError where `path` cannot be opened; a pipe or device is refused, not waited for."""
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
-        with h5py.File(where, "r", driver="sec2", locking=False) as file:
-            return _index(Gate(where, size), file)
-    except H5FormatError:
-        raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as ex:
-        reason = " ".join(str(ex).split())
-        raise H5FormatError(
-            f"{where}: not a sound HDF5 file ({reason}); pack the pictures again with pack-h5"
-        ) from ex
+        mode = os.fstat(fd).st_mode
+    finally:
+        os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise H5FormatError(f"{path}: not a regular file; give a file that pack-h5 has made")
+
+
+def _read_error(path: Path, reason: str) -> OSError | None:
+    """Return the system's error that HDF5 reports in words, None where the file itself is wrong."""
+    codes = re.findall(r", errno = (\d+), error message = '", reason)
+    return OSError(int(codes[-1]), os.strerror(int(codes[-1])), str(path)) if codes else None
 
 
 def _index(gate: Gate, file: h5py.File) -> FileIndex:
