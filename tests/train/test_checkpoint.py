@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from h5feed.errors import UsageError
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.checkpoint import (
     RandomState,
     capture,
@@ -90,6 +90,46 @@ def test_a_missing_a_foreign_and_a_broken_checkpoint_are_one_sentence_each(tmp_p
     (tmp_path / "broken.pt").write_bytes(b"nothing")
     with pytest.raises(UsageError, match=r"broken\.pt cannot be read as a checkpoint"):
         load_checkpoint(tmp_path / "broken.pt")
+
+
+def test_a_flipped_byte_is_found(tmp_path):
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, {"progress": {}, "net": {"weight": torch.randn(10_000)}})
+    saved = bytearray(path.read_bytes())
+    saved[20_000] ^= 1
+    path.write_bytes(saved)
+    with pytest.raises(
+        UsageError, match=r"last\.pt is damaged: .*data/0 in it is not what was sav"
+    ):
+        load_checkpoint(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_full_disk_is_one_sentence_and_leaves_the_previous_checkpoint(tmp_path):
+    """As far as a process is concerned: its files may have no more bytes than that."""
+    import resource
+
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, {"progress": {"step": 1}})
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            save_checkpoint(path, {"progress": {"step": 2}, "big": torch.ones(100_000)})
+        except H5FeedError as ex:
+            os.write(writer, str(ex).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert file.read().decode() == (
+            f"{path} could not be saved: File too large. What was saved before is whole: make "
+            "room, and go on with --resume"
+        )
+    assert load_checkpoint(path)["progress"] == {"step": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.pt"]
 
 
 class Evil:

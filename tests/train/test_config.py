@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,9 +13,33 @@ from train.helpers import make_config
 
 def test_a_saved_config_reads_back_equal(tmp_path):
     config = make_config(tmp_path / "run", lr=0.25, loader="synthetic", mixup=0.2, accumulate=4)
-    config = replace(config, val=tmp_path / "val.h5")
+    config = replace(config, train=tmp_path / "train.h5", val=tmp_path / "val.h5")
     write_config(config, tmp_path / "config.json")
     assert read_config(tmp_path / "config.json") == config
+
+
+def test_its_paths_hold_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(train=Path("data/t.h5"), out=Path("../run"))
+    write_config(config, tmp_path / "config.json")
+    read = read_config(tmp_path / "config.json")
+    assert (read.train, read.out) == (tmp_path / "data/t.h5", tmp_path.parent / "run")
+    assert read.val is None
+
+
+def test_a_config_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    write_config(make_config(tmp_path), path)
+    before = path.read_bytes()
+
+    def full(_handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_config(make_config(tmp_path, lr=0.5), path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_option_names_are_unique_so_that_the_command_line_can_be_flat():

@@ -83,6 +83,11 @@ def test_gradcheck_finds_a_wrong_backward(tmp_path):
     assert run(tmp_path / "wrong-but-unchecked", model=f"{__name__}:WrongModel").steps == 8
 
 
+def test_gradcheck_looks_at_a_model_with_checkpointing(tmp_path):
+    options = {"debug": "gradcheck", "checkpoint": True, "model": "resnet9-small"}
+    assert run(tmp_path, **options).steps == 8
+
+
 def with_dropout(num_outputs):
     return nn.Sequential(tiny(8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, num_outputs))
 

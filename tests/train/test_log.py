@@ -1,8 +1,12 @@
+import errno
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.curves import draw_curves
 from h5feed.train.distributed import World
 from h5feed.train.log import MetricsLog, read_metrics
@@ -16,20 +20,55 @@ CPU = torch.device("cpu")
 def test_lines_after_the_resumed_step_are_taken_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     world = World(rank=0, size=1, device=CPU)
-    log = MetricsLog(tmp_path, world, step=0, tensorboard=False)
+    log = MetricsLog(make_config(tmp_path), world, step=0)
+    log.begin()
     for step in (1, 2, 3):
         log.write("train", step, 0, {"loss": 1.0 / step})
     with path.open("a") as file:
         file.write('{"kind": "tr')  # killed while writing
-    MetricsLog(tmp_path, world, step=2, tensorboard=False).write("train", 3, 0, {"loss": 9.0})
+    resumed = MetricsLog(make_config(tmp_path, resume=True), world, step=2)
+    resumed.begin()
+    resumed.write("train", 3, 0, {"loss": 9.0})
     assert [(m["step"], m["loss"]) for m in read_metrics(path)] == [(1, 1.0), (2, 0.5), (3, 9.0)]
 
 
 def test_other_processes_write_nothing(tmp_path):
-    log = MetricsLog(tmp_path, World(rank=1, size=2, device=CPU), step=0, tensorboard=True)
+    config = make_config(tmp_path, tensorboard=True)
+    log = MetricsLog(config, World(rank=1, size=2, device=CPU), step=0)
+    log.begin()
     log.write("train", 1, 0, {"loss": 1.0})
     log.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", ["{garbled", "[1, 2]", '{"kind": "train"}', '{"step": "a"}'])
+def test_a_garbled_line_is_named_before_anything_is_done(tmp_path, line):
+    config = make_config(tmp_path)
+    train(config, make_data(config))
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], f"{line}\n", *lines[2:]]))
+    with pytest.raises(UsageError) as caught:
+        train(replace(config, resume=True), make_data(config))
+    assert str(caught.value) == (
+        f"line 3 of {path} is not what train-h5 writes ({line!r}): take that line out of the file"
+    )
+    assert train(replace(config, overwrite=True), make_data(config)).steps == 8
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    config = make_config(tmp_path)
+    log = MetricsLog(config, World(rank=0, size=1, device=CPU), step=0)
+    log.begin()
+
+    def full(self, mode):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(
+        H5FeedError, match=r"metrics\.jsonl could not be written: No space left on "
+    ):
+        log.write("train", 1, 0, {"loss": 1.0})
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):

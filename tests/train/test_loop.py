@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from h5feed.errors import UsageError
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train import LossError, read_config, train
 from h5feed.train.checkpoint import load_checkpoint
 from h5feed.train.log import read_metrics
@@ -45,7 +45,9 @@ def test_the_loss_falls_and_the_summary_says_so(tmp_path):
 
 def test_the_run_saves_its_configuration(tmp_path):
     run(tmp_path, lr=0.02)
-    assert read_config(tmp_path / "config.json") == make_config(tmp_path, lr=0.02)
+    config = make_config(tmp_path, lr=0.02)
+    config = replace(config, train=config.train.absolute())
+    assert read_config(tmp_path / "config.json") == config
 
 
 class Killed(Exception):
@@ -111,6 +113,19 @@ def test_resume_in_mid_epoch_gives_the_losses_of_the_uninterrupted_run(tmp_path,
     assert all(torch.equal(value, expected[k]) for k, value in weights(tmp_path / "cut").items())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resume_in_another_memory_format_goes_on_alike(tmp_path, optimizer, before):
+    options = {"optimizer": optimizer, "save_every": 2, "channels_last": before}
+    run(tmp_path / "whole", **options)
+    config = make_config(tmp_path / "cut", **options)
+    with pytest.raises(Killed):
+        train(config, killed_after(make_data(config), 2))
+    run(tmp_path / "cut", **{**options, "channels_last": not before}, resume=True)
+    expected = [loss for _, loss in losses(tmp_path / "whole")]
+    assert [loss for _, loss in losses(tmp_path / "cut")] == pytest.approx(expected, abs=1e-5)
+
+
 def test_resuming_a_finished_run_changes_nothing(tmp_path):
     run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -148,6 +163,69 @@ def test_a_folder_with_a_run_is_not_overwritten_unasked(tmp_path):
     assert (tmp_path / "last.pt").read_bytes() == before
     assert run(tmp_path, overwrite=True, epochs=1).steps == 4
     assert len(losses(tmp_path)) == 4
+
+
+def no_memory(data):
+    """The same data, at whose first batch memory is full."""
+
+    def make(side):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nAnd so on.")
+
+    return replace(data, train_loader=make)
+
+
+def wide(num_outputs):
+    return tiny(num_outputs + 1)
+
+
+def flat(num_outputs):
+    return torch.nn.Sequential(tiny(1), torch.nn.Flatten(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "text"),
+    [
+        ({"model": "resnet99"}, None, "--model 'resnet99' is not known"),
+        ({"model": f"{__name__}:wide"}, None, "--model returns outputs of shape (16, 5), and"),
+        ({"model": f"{__name__}:flat"}, None, "of shape (16,), and classification of 4 outputs"),
+        ({}, no_memory, "out of memory with --batch-size 16 (CUDA out of memory. Tried to alloc"),
+        ({"lr": 0.5, "resume": True}, None, "was made with --lr 0.01, and now it is 0.5"),
+        ({"debug": "nvtx"}, None, "--debug nvtx marks ranges"),
+    ],
+)
+def test_nothing_of_an_old_run_goes_before_the_new_one_has_begun(tmp_path, options, change, text):
+    config = make_config(tmp_path)
+    train(config, make_data(config))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    config = make_config(tmp_path, **{"overwrite": True, **options})
+    data = make_data(config)
+    with pytest.raises(H5FeedError) as caught:
+        train(config, change(data) if change else data)
+    assert text in str(caught.value)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert run(tmp_path, resume=True).steps == 8
+
+
+def test_out_of_memory_says_what_to_do(tmp_path):
+    config = make_config(tmp_path, accumulate=2)
+    with pytest.raises(H5FeedError) as caught:
+        train(config, no_memory(make_data(config)))
+    assert str(caught.value) == (
+        "out of memory with --batch-size 16 (CUDA out of memory. Tried to allocate 2 GiB.): try "
+        "--accumulate 4, --checkpoint or --precision bf16; train-h5 find-batch finds what fits"
+    )
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UsageError, match=r"^--out .*out is a file: name a folder$"):
+        run(tmp_path / "out")
+
+
+def test_a_run_that_saved_nothing_is_not_to_be_resumed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(UsageError, match="holds a run already: replace it with --overwrite, or"):
+        run(tmp_path)
 
 
 def poisoned(data, batch):

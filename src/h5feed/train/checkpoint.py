@@ -2,17 +2,29 @@
 
 import os
 import random
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from h5feed.errors import UsageError
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.distributed import World
 
-__all__ = ["RandomState", "Stateful", "capture", "load_checkpoint", "restore", "save_checkpoint"]
+__all__ = [
+    "RandomState",
+    "Stateful",
+    "capture",
+    "load_checkpoint",
+    "replaced",
+    "restore",
+    "save_checkpoint",
+]
 
 
 class Stateful(Protocol):
@@ -67,16 +79,40 @@ def capture(parts: Mapping[str, Stateful], progress: dict[str, Any]) -> dict[str
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write what `capture` returned to `path`.
+    """Write what `capture` returned to `path`, which holds the old or the new one at every moment.
 
-    That name holds the old or the new checkpoint at every moment, whole: the new one is written
-    beside it, forced to the disk, and renamed over it.
+    Raises H5FeedError where it cannot be written: the disk is full, for one.
+    """
+    try:
+        with replaced(path) as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as ex:
+        # torch's writer fails a second time when it is closed, and that is the error it raises.
+        cause = ex if isinstance(ex, OSError) else ex.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise H5FeedError(
+            f"{path} could not be saved: {cause.strerror}. What was saved before is whole: make "
+            "room, and go on with --resume"
+        ) from ex
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the name `path` once it is written whole.
+
+    It lies beside `path`, is forced to the disk, and renamed over it; after an error in the block
+    it is gone, and `path` is what it was.
     """
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     partial.replace(path)
     if os.name == "posix":
         _sync_folder(path.parent)
@@ -93,17 +129,37 @@ def _sync_folder(folder: Path) -> None:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint onto the CPU, as data: nothing in it is executed.
 
-    Raises UsageError when there is none, or when it cannot be read.
+    Raises UsageError when there is none, when it cannot be read, or when it is not the bytes that
+    were saved.
     """
     try:
+        _check_bytes(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as ex:
         raise UsageError(f"--resume finds no checkpoint {path}: leave --resume out") from ex
+    except UsageError:
+        raise
     except Exception as ex:  # torch.load raises RuntimeError, pickle's, zipfile's and more
         raise UsageError(f"{path} cannot be read as a checkpoint: {ex}") from ex
     if not isinstance(state, dict) or "progress" not in state:
         raise UsageError(f"{path} is not a checkpoint of train-h5")
     return state
+
+
+def _check_bytes(path: Path) -> None:
+    """Raise UsageError unless each part of a checkpoint has its checksum.
+
+    torch writes the checksums of the zip format, and does not look at them when it loads.
+    """
+    if not zipfile.is_zipfile(path):
+        return  # torch says what is wrong with it
+    with zipfile.ZipFile(path) as parts:
+        damaged = parts.testzip()
+    if damaged is not None:
+        raise UsageError(
+            f"{path} is damaged: {damaged} in it is not what was saved. Go on from another "
+            "checkpoint of the run (best.pt, or a copy) under this name, or begin anew"
+        )
 
 
 def restore(state: Mapping[str, Any], parts: Mapping[str, Stateful], path: Path) -> None:
@@ -113,7 +169,20 @@ def restore(state: Mapping[str, Any], parts: Mapping[str, Stateful], path: Path)
             raise UsageError(f"{path} holds no {name}: resume with the options it was begun with")
         try:
             part.load_state_dict(state[name])
+            if isinstance(part, Optimizer):
+                _lay_out_like_weights(part)
         except (RuntimeError, KeyError, ValueError) as ex:
             raise UsageError(
                 f"{path} does not fit this {name}: resume with the options it was begun with ({ex})"
             ) from ex
+
+
+def _lay_out_like_weights(optimizer: Optimizer) -> None:
+    """Give momenta their weights' memory order, which the saved run need not have had.
+
+    Fused kernels go through the memory of both side by side, and would mix up their elements.
+    """
+    for weight, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)

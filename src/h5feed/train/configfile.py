@@ -1,6 +1,7 @@
 """A run's config.json: written from the typed tree, and read back into it."""
 
 import json
+import os
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
@@ -8,14 +9,23 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from h5feed.errors import UsageError
+from h5feed.train.checkpoint import replaced
 from h5feed.train.config import TrainConfig
 
 __all__ = ["read_config", "write_config"]
 
 
 def write_config(config: TrainConfig, path: Path) -> None:
-    """Write `config` as JSON that `read_config` reads back equal."""
-    path.write_text(json.dumps(asdict(config), indent=2, default=str) + "\n")
+    """Write `config` as JSON that `read_config` reads back equal, its paths absolute.
+
+    So the run can be gone on with from another working directory.
+    """
+    values = asdict(config)
+    for name in ("train", "val", "out"):
+        if values[name] is not None:
+            values[name] = os.path.abspath(values[name])
+    with replaced(path) as file:
+        file.write((json.dumps(values, indent=2) + "\n").encode())
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from h5feed._optional import require
-from h5feed.train.log import METRICS, read_metrics
+from h5feed.train.log import CURVES, METRICS, read_metrics
 
 __all__ = ["draw_curves"]
 
@@ -40,7 +40,7 @@ def draw_curves(out: Path, metric: str) -> Path:
         panel.set_xlabel("step")
     last = (val or train or [{}])[-1]
     figure.suptitle(f"{out}: {metric} {last[metric]:.4g}" if metric in last else str(out))
-    path = out / "curves.png"
+    path = out / CURVES
     figure.savefig(path, dpi=110)
     return path
 

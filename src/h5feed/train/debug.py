@@ -11,6 +11,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.config import DebugTool
+from h5feed.train.recompute import plain_blocks
 from h5feed.train.recorder import LossError
 from h5feed.train.step import Batch
 from h5feed.train.tasks import Task
@@ -74,6 +75,9 @@ def check_gradients(net: nn.Module, task: Task, batch: Batch) -> None:
     `net` is copied and not touched. Raises H5FeedError with torch's comparison when they differ.
     """
     twin = copy.deepcopy(net).double().train()
+    plain_blocks(
+        twin
+    )  # torch's checkpoint takes no functional_call, and the gradients are the same
     for module in twin.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # another mask in each pass is no derivative

@@ -14,18 +14,11 @@ from h5feed.cores import available_memory
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.distributed import World
 from h5feed.train.limits import above_zero, at_least
-from h5feed.train.step import Batch, TrainStep
+from h5feed.train.step import Batch, TrainStep, is_out_of_memory
 from h5feed.train.trial import kept
 
-__all__ = ["BatchRange", "BatchSizes", "BatchTrial", "find_batch", "is_out_of_memory"]
+__all__ = ["BatchRange", "BatchSizes", "BatchTrial", "find_batch"]
 
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "cudnn_status_alloc_failed",
-    "cublas_status_alloc_failed",
-)
 _WARMUP = 2
 """Steps before the clock starts: the optimizer's state is made, kernels are chosen."""
 _NEARLY = 0.98
@@ -171,14 +164,6 @@ def _time(step: TrainStep, batch: Batch, steps: int, device: torch.device) -> fl
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[_WARMUP:])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a device or in the machine."""
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
 
 
 def _too_much(size: int, trials: dict[int, BatchTrial], device: torch.device, share: float) -> bool:

@@ -7,63 +7,94 @@ from typing import Any
 
 import torch
 
-from h5feed.errors import UsageError
+from h5feed.errors import H5FeedError, UsageError
+from h5feed.train.checkpoint import replaced
 from h5feed.train.config import TrainConfig
 from h5feed.train.configfile import write_config
 from h5feed.train.distributed import World
 
-__all__ = ["LAST", "METRICS", "MetricsLog", "memory_mb", "open_run", "read_metrics"]
+__all__ = [
+    "BEST",
+    "CURVES",
+    "LAST",
+    "METRICS",
+    "MetricsLog",
+    "check_folder",
+    "memory_mb",
+    "read_metrics",
+]
 
-METRICS = "metrics.jsonl"
+METRICS, CURVES = "metrics.jsonl", "curves.png"
 LAST, BEST = "last.pt", "best.pt"
 
 
-def open_run(config: TrainConfig, world: World) -> Path:
-    """Make the run's folder ready and return it; all processes call it together.
+def check_folder(config: TrainConfig) -> None:
+    """Raise UsageError where --out cannot become this run's folder; nothing in it is changed.
 
-    Raises UsageError where it holds a run already and neither --resume nor --overwrite is given.
+    Where it holds a run already, --resume or --overwrite has to be given.
     """
     out = config.out
-    begun = (out / LAST).exists() or bool(read_metrics(out / METRICS))
-    if begun and not (config.resume or config.overwrite):
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file: name a folder")
+    if config.overwrite and not config.resume:
+        return
+    saved, logged = (out / LAST).exists(), bool(read_metrics(out / METRICS))
+    if (saved or logged) and not config.resume:
+        go_on = "go on with --resume, " if saved else ""
         raise UsageError(
-            f"--out {out} holds a run already: go on with --resume, replace it with --overwrite, "
-            "or name another folder"
+            f"--out {out} holds a run already: {go_on}replace it with --overwrite, or name another "
+            "folder"
         )
-    world.gather(None)  # nobody writes before everybody has looked
-    if world.is_main:
-        out.mkdir(parents=True, exist_ok=True)
-        if not config.resume:
-            for name in (METRICS, LAST, BEST):
-                (out / name).unlink(missing_ok=True)
-        # What was asked of this call alone would, read back, replace a run unasked.
-        write_config(replace(config, resume=False, overwrite=False), out / "config.json")
-    return out
 
 
 class MetricsLog:
     """metrics.jsonl, one line per reading, and TensorBoard's files where it is installed.
 
-    Each line has `kind` ("train" or "val"), `step`, `epoch` and the values' names. Steps after
-    `step`, which a resumed run makes again, are taken out first. Only the main process writes.
+    Each line has `kind` ("train" or "val"), `step`, `epoch` and the values' names. Only the main
+    process writes.
     """
 
-    def __init__(self, out: Path, world: World, *, step: int, tensorboard: bool) -> None:
-        self._path = out / METRICS if world.is_main else None
+    def __init__(self, config: TrainConfig, world: World, *, step: int) -> None:
+        """`step` is the one that is gone on from, 0 for a new run. Nothing is written yet."""
+        self._config, self._step = config, step
+        self._path = config.out / METRICS if world.is_main else None
         self._board: Any = None
+
+    def begin(self) -> None:
+        """Make the folder this run's: what an older one left goes, config.json is written.
+
+        To be called when the first step is done, so that a run that cannot be begun costs
+        nothing. Of a resumed run, the lines after `step`, which it makes again, are taken out.
+        """
         if self._path is None:
             return
-        kept = [line for line in read_metrics(self._path) if line["step"] <= step]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        if tensorboard:
-            self._board = _summary_writer(out, step)
+        config, out = self._config, self._config.out
+        if not config.resume:
+            for name in (LAST, BEST, CURVES):
+                (out / name).unlink(missing_ok=True)
+        kept: list[dict[str, Any]] = []
+        if config.resume:
+            kept = [line for line in read_metrics(self._path) if line["step"] <= self._step]
+        with replaced(self._path) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+        # What was asked of this call alone would, read back, replace a run unasked.
+        write_config(replace(config, resume=False, overwrite=False), out / "config.json")
+        if config.debug.tensorboard:
+            self._board = _summary_writer(out, self._step)
 
     def write(self, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
-        """Append one line, at once on disk."""
+        """Append one line, at once on disk; H5FeedError where the disk is full."""
         if self._path is None:
             return
-        with self._path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **values}) + "\n")
+        try:
+            with self._path.open("a") as file:
+                entry = {"kind": kind, "step": step, "epoch": epoch, **values}
+                file.write(json.dumps(entry) + "\n")
+        except OSError as ex:
+            raise H5FeedError(
+                f"{self._path} could not be written: {ex.strerror}. Make room, and go on with "
+                "--resume"
+            ) from ex
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
@@ -83,11 +114,27 @@ def _summary_writer(out: Path, step: int) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl; without the last one if a kill cut it short."""
+    """Return the lines of a metrics.jsonl; without the last one if a kill cut it short.
+
+    Raises UsageError for another line that is none of ours.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    lines = path.read_text(errors="replace").split("\n")[:-1]
+    return [_entry(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    if not (isinstance(entry, dict) and isinstance(entry.get("step"), int) and "kind" in entry):
+        raise UsageError(
+            f"line {number} of {path} is not what train-h5 writes ({line[:40]!r}): take that line "
+            "out of the file"
+        )
+    return entry
 
 
 def memory_mb(device: torch.device) -> float:

@@ -1,8 +1,9 @@
 """The training loop, to be read and copied: `train` sets the stage, `run_epochs` is the loop."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
+from h5feed.errors import H5FeedError
 from h5feed.train.compiled import for_scoring
 from h5feed.train.config import TrainConfig
 from h5feed.train.curves import draw_curves
@@ -10,12 +11,13 @@ from h5feed.train.data import Data
 from h5feed.train.debug import check_gradients, debugging
 from h5feed.train.distributed import join_world, start, under_torchrun
 from h5feed.train.evaluate import evaluate
-from h5feed.train.log import open_run
+from h5feed.train.log import check_folder
 from h5feed.train.precision import backends, choose_precision
 from h5feed.train.recorder import Summary
 from h5feed.train.saver import weights_are_finite
 from h5feed.train.setup import Run, prepare
 from h5feed.train.sources import open_data
+from h5feed.train.step import is_out_of_memory
 
 __all__ = ["run_epochs", "train"]
 
@@ -29,15 +31,17 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
     """
     if config.distributed.gpus > 1 and not under_torchrun():
         return start(train, config, config.distributed.gpus)
-    with join_world(config.device) as world:
+    with join_world(config.device) as world, _memory_errors_in_words(config):
         precision = choose_precision(config.speed, world.device)
+        check_folder(config)
         data = data or open_data(config, world)
-        open_run(config, world)
         with (
             backends(precision, cudnn_benchmark=config.speed.cudnn_benchmark),
             debugging(config.debug.debug, config.out, world.device) as after_step,
         ):
             run = prepare(config, data, world, precision)
+            if world.is_main:
+                config.out.mkdir(parents=True, exist_ok=True)
             if config.debug.debug == "gradcheck":
                 batches = data.train_loader(data.size)
                 check_gradients(run.step.net, run.step.task, next(iter(batches)))
@@ -49,6 +53,21 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
             except ImportError as ex:
                 run.recorder.say(f"no curves.png: {ex}")
         return run.recorder.summary
+
+
+@contextmanager
+def _memory_errors_in_words(config: TrainConfig) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as ex:
+        if not is_out_of_memory(ex):
+            raise
+        said = str(ex).partition("\n")[0] or "the machine has no more"
+        raise H5FeedError(
+            f"out of memory with --batch-size {config.batch_size} ({said}): try --accumulate "
+            f"{2 * config.speed.accumulate}, --checkpoint or --precision bf16; train-h5 find-batch "
+            "finds what fits"
+        ) from ex
 
 
 def run_epochs(run: Run, after_step: Callable[[], None]) -> None:

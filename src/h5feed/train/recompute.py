@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["checkpoint_blocks"]
+__all__ = ["checkpoint_blocks", "plain_blocks"]
 
 
 def checkpoint_blocks(model: nn.Module) -> list[str]:
@@ -25,6 +25,14 @@ def checkpoint_blocks(model: nn.Module) -> list[str]:
     for block in blocks.values():
         block.forward = partial(_forward, block, block.forward)
     return list(blocks)
+
+
+def plain_blocks(model: nn.Module) -> None:
+    """Undo `checkpoint_blocks`, in place."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _forward:
+            del module.forward
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -85,7 +85,8 @@ class Recorder:
         self._config, self._task, self._world = config, task, world
         self._epochs = config.epochs
         self._meter = Meter(task, world)
-        self._log = MetricsLog(config.out, world, step=done, tensorboard=config.debug.tensorboard)
+        self._log = MetricsLog(config, world, step=done)
+        self._begun = False
         self._progress = Progress(
             total * config.batch_size,
             "train",
@@ -120,7 +121,10 @@ class Recorder:
             yield batch
 
     def add(self, loss: Tensor, score: Tensor) -> None:
-        """Count a step; does not wait for the device."""
+        """Count a step without waiting for the device; the first one begins the run's folder."""
+        if not self._begun:
+            self._log.begin()
+            self._begun = True
         self._meter.add(loss, score)
         self._progress.advance(self._config.batch_size)
 

@@ -23,9 +23,25 @@ from h5feed.train.mix import mix_batch
 from h5feed.train.optim import clip_gradients
 from h5feed.train.tasks import Task
 
-__all__ = ["Batch", "TrainStep"]
+__all__ = ["Batch", "TrainStep", "is_out_of_memory"]
 
 Batch = tuple[Tensor, Tensor]
+
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cudnn_status_alloc_failed",
+    "cublas_status_alloc_failed",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on a device or in the machine."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +96,7 @@ class TrainStep:
         with last_only(self.model, last=part == parts - 1):
             with self.autocast:
                 outputs = self.model(images)
+                self.task.check(outputs, images)
                 loss = self.task.loss(outputs, targets) / parts
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), self.task.score(outputs.detach(), targets)

@@ -35,6 +35,20 @@ class Task:
     """Of targets that are class numbers, which mixup needs; 0 for others."""
     dense: bool = False
     """Whether outputs and targets are pictures, which a mirrored picture mirrors."""
+    num_outputs: int = 0
+    """Outputs that `loss` needs of each image (of each pixel, where dense); 0 for any."""
+
+    def check(self, outputs: Tensor, images: Tensor) -> None:
+        """Raise UsageError where `outputs` for `images` have not the shape that `loss` needs."""
+        if not self.num_outputs:
+            return
+        wanted = (len(images), self.num_outputs, *(images.shape[2:] if self.dense else ()))
+        if tuple(outputs.shape) != wanted:
+            raise UsageError(
+                f"--model returns outputs of shape {tuple(outputs.shape)}, and {self.name} of "
+                f"{self.num_outputs} outputs needs {wanted}: wrap the model in a function that "
+                "brings them into that shape, and name that as --model module:function"
+            )
 
 
 def make_task(kind: str, config: LossConfig, num_outputs: int) -> Task:
@@ -61,6 +75,7 @@ def _classification(config: LossConfig, num_outputs: int) -> Task:
         value=_ratio,
         metric="accuracy",
         num_classes=num_outputs,
+        num_outputs=num_outputs,
     )
 
 
@@ -84,6 +99,7 @@ def _regression(config: LossConfig, num_outputs: int) -> Task:
         value=_ratio,
         metric="mean absolute error",
         higher_is_better=False,
+        num_outputs=num_outputs,
     )
 
 
@@ -100,6 +116,7 @@ def _segmentation(config: LossConfig, num_outputs: int) -> Task:
         value=_mean_iou,
         metric="mean IoU",
         dense=True,
+        num_outputs=num_outputs,
     )
 
 
