@@ -29,6 +29,16 @@ def make_folder(root: Path, *, per_class: int = 12, broken: tuple[int, ...] = ()
     return root
 
 
+def make_masks(folder: Path, masks: Path) -> Path:
+    """Make a mask of each picture's size in `masks`, each of one class of its own."""
+    for number, path in enumerate(sorted(folder.glob("*/*"))):
+        target = masks / path.relative_to(folder).with_suffix(".png")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(path) as image:
+            Image.new("L", image.size, number).save(target)
+    return masks
+
+
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

@@ -1,17 +1,18 @@
 import os
 import random
+import re
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import blocks, encode, journal, pack, place, result, run
+from h5feed.packing import blocks, encode, journal, ledger, pack, run
+from h5feed.packing.output import OutputPaths
 from h5feed.store.check import check_file
-from packing.folders import make_folder, make_picture, names, sha256
+from packing.folders import make_folder, make_masks, make_picture, names, sha256
 
 SIZE = 64
 KILLS = 20
@@ -119,7 +120,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(many, whole, out, kil
     if out.exists():  # the last rename was quicker
         assert sha256(out) == expected
         assert check_file(out).is_sound
-    finished = out.exists() and not place.Place(out).journal.exists()
+    finished = out.exists() and not OutputPaths.of(out).journal.exists()
     summary = pack(many, out, size=SIZE, workers=2, resume=True, overwrite=finished)
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
@@ -156,7 +157,7 @@ def test_a_killed_run_keeps_nearly_all_that_was_done(many, whole, out, monkeypat
     """Killed late, a run must find most of its work in the journal."""
     monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 0.0)
     child = in_child(lambda: pack(many, out, size=SIZE, workers=2))
-    saved = place.Place(out).journal
+    saved = OutputPaths.of(out).journal
     # An entry of one block is about 400 bytes.
     wait_until(lambda: saved.exists() and saved.stat().st_size > 4000)
     os.killpg(child, signal.SIGKILL)
@@ -171,17 +172,17 @@ def test_death_at_the_last_rename(folder, out, encoded, monkeypatch, when):
     pack(folder, out, size=SIZE, workers=0)
     expected = sha256(out)
     out.unlink()
-    finalize = result.finalize
+    finalize = ledger.finalize
 
     def die(*args, **kwargs):
         if when == "after":
             finalize(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(result, "finalize", die)
+    monkeypatch.setattr(ledger, "finalize", die)
     os.waitpid(in_child(lambda: pack(folder, out, size=SIZE, workers=2)), 0)
     assert out.exists() == (when == "after")
-    monkeypatch.setattr(result, "finalize", finalize)
+    monkeypatch.setattr(ledger, "finalize", finalize)
     encoded.clear()
     summary = pack(folder, out, size=SIZE, workers=0, resume=True)
     assert summary.resumed == 24
@@ -222,7 +223,7 @@ def test_changed_options_do_not_resume(folder, out, monkeypatch):
 @pytest.mark.usefixtures("_small_steps")
 def test_other_versions_do_not_resume(folder, out, monkeypatch):
     interrupt(monkeypatch, folder, out, 3)
-    now = result.versions()
+    now = ledger.versions()
     monkeypatch.setattr(run, "versions", lambda: now | {"torch": "99"})
     with pytest.raises(PackError, match=r"torch was '.*' and is '99'"):
         pack(folder, out, size=SIZE, workers=0, resume=True)
@@ -269,7 +270,7 @@ def test_a_torn_journal_costs_its_last_entry(folder, out, monkeypatch, cut):
     expected = sha256(out)
     out.unlink()
     interrupt(monkeypatch, folder, out, 5)
-    saved = place.Place(out).journal
+    saved = OutputPaths.of(out).journal
     os.truncate(saved, saved.stat().st_size - cut)
     summary = pack(folder, out, size=SIZE, workers=0, resume=True)
     assert 0 < summary.resumed < 18
@@ -279,7 +280,7 @@ def test_a_torn_journal_costs_its_last_entry(folder, out, monkeypatch, cut):
 @pytest.mark.usefixtures("_small_steps")
 def test_a_flipped_bit_in_the_journal_costs_what_follows(folder, out, monkeypatch):
     interrupt(monkeypatch, folder, out, 5)
-    saved = place.Place(out).journal
+    saved = OutputPaths.of(out).journal
     data = bytearray(saved.read_bytes())
     data[-300] ^= 1
     saved.write_bytes(data)
@@ -291,7 +292,7 @@ def test_a_flipped_bit_in_the_journal_costs_what_follows(folder, out, monkeypatc
 def test_what_followed_a_torn_entry_is_gone_for_good(folder, out, monkeypatch):
     """Entries behind a damaged one must not come back to life once that is written anew."""
     interrupt(monkeypatch, folder, out, 6)
-    saved = place.Place(out).journal
+    saved = OutputPaths.of(out).journal
     whole = saved.stat().st_size
     data = bytearray(saved.read_bytes())
     data[data.index(b'"start": 4')] ^= 1
@@ -302,12 +303,45 @@ def test_what_followed_a_torn_entry_is_gone_for_good(folder, out, monkeypatch):
     assert check_file(out).is_sound
 
 
+def cut(path, count):
+    os.truncate(path, path.stat().st_size - count)
+
+
+def flip(path, at):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
 @pytest.mark.usefixtures("_small_steps")
-def test_pixels_that_are_gone_do_not_resume(folder, out, monkeypatch):
-    interrupt(monkeypatch, folder, out, 5)
-    os.truncate(place.Place(out).partial, 5000)
-    with pytest.raises(PackError, match=r"x\.h5\.partial lacks what its journal speaks of"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
+@pytest.mark.parametrize(
+    ("ending", "damage"),
+    [
+        ("", lambda path: cut(path, 1)),
+        ("", lambda path: cut(path, 4096)),
+        ("", lambda path: os.truncate(path, 0)),
+        ("", lambda path: flip(path, path.stat().st_size // 2)),
+        (".masks", lambda path: cut(path, 1)),
+        (".masks", lambda path: flip(path, 5000)),
+        (".masks", Path.unlink),
+    ],
+)
+def test_pixels_that_are_lost_are_packed_again(folder, out, monkeypatch, capsys, ending, damage):
+    """What the journal says is compared with what is there, down to the last bit."""
+    masks = make_masks(folder, out.parent.parent / "masks")
+    pack(folder, out, size=SIZE, workers=0, masks=masks)
+    expected = sha256(out)
+    out.unlink()
+    interrupt(monkeypatch, folder, out, 5, masks=masks)
+    damage(out.with_name(f"x.h5.partial{ending}"))
+    summary = pack(folder, out, size=SIZE, workers=0, masks=masks, resume=True, progress=True)
+    assert summary.resumed < 18
+    assert sha256(out) == expected
+    assert names(out.parent) == ["x.h5"]
+    said = rf"x\.h5\.partial does not hold what its journal says from picture {summary.resumed} on"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_resume_with_nothing_to_resume_begins(folder, out):
@@ -317,19 +351,55 @@ def test_resume_with_nothing_to_resume_begins(folder, out):
     assert names(out.parent) == ["x.h5"]
 
 
-@pytest.mark.usefixtures("_small_steps")
-def test_a_foreign_out_is_not_taken_for_the_end_of_a_run(folder, out, monkeypatch):
-    interrupt(monkeypatch, folder, out, 3)
-    place.Place(out).partial.rename(out)
+@pytest.fixture
+def just_renamed(folder, out, monkeypatch):
+    """OUT of a run that died when it had renamed OUT.partial; return its SHA-256."""
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputPaths, "discard", lambda *args: None)
+        pack(folder, out, size=SIZE, workers=0)
+    assert names(out.parent) == ["x.h5", "x.h5.partial.journal"]
+    return sha256(out)
+
+
+@pytest.mark.parametrize("what", ["text", "another packed file", "part of it"])
+def test_a_foreign_out_is_not_taken_for_the_end_of_a_run(folder, out, just_renamed, what):
+    if what == "text":
+        out.write_bytes(b"precious")
+    elif what == "part of it":
+        cut(out, 1)
+    else:
+        other = out.parent.parent / "other.h5"
+        pack(folder, other, size=SIZE, fit="crop", workers=0)
+        other.rename(out)
+    before = sha256(out)
     with pytest.raises(UsageError, match="exists: give another name, or --overwrite"):
         pack(folder, out, size=SIZE, workers=0, resume=True)
-    assert out.exists()
+    assert sha256(out) == before != just_renamed
+    assert pack(folder, out, size=SIZE, workers=0, resume=True, overwrite=True).resumed == 0
+    assert sha256(out) == just_renamed
+    assert names(out.parent) == ["x.h5"]
+
+
+def test_a_finished_out_that_was_damaged_since_is_not_called_done(folder, out, just_renamed):
+    flip(out, 20_000)
+    with pytest.raises(PackError, match=r"was finished and is damaged \(1 of 24 pictures\): --ov"):
+        pack(folder, out, size=SIZE, workers=0, resume=True)
+    flip(out, 20_000)
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 24
+    assert sha256(out) == just_renamed
+    assert names(out.parent) == ["x.h5"]
+
+
+def test_an_out_that_went_away_is_packed_again(folder, out, just_renamed):
+    out.unlink()
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 0
+    assert sha256(out) == just_renamed
 
 
 @pytest.mark.parametrize("content", [b"", b"h5fj"])
 def test_killed_before_the_header_was_whole(folder, out, content):
-    place.Place(out).partial.write_bytes(b"")
-    place.Place(out).journal.write_bytes(content)
+    OutputPaths.of(out).partial.write_bytes(b"")
+    OutputPaths.of(out).journal.write_bytes(content)
     assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 0
 
 
@@ -347,12 +417,7 @@ def test_an_existing_out_is_whole_until_it_is_replaced(folder, out, monkeypatch)
 @pytest.mark.usefixtures("_small_steps")
 def test_keep_and_masks_resume_too(folder, out, monkeypatch):
     """Fields of items of their own sizes, and a second payload file."""
-    masks = out.parent.parent / "masks"
-    for number, path in enumerate(folder.glob("*/*")):
-        mask = Image.new("L", Image.open(path).size, number)
-        target = masks / path.relative_to(folder).with_suffix(".png")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        mask.save(target)
+    masks = make_masks(folder, out.parent.parent / "masks")
     options = {"fit": "keep", "masks": masks}
     pack(folder, out, size=SIZE, workers=2, **options)
     expected = sha256(out)

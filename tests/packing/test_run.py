@@ -19,9 +19,10 @@ import torch
 from PIL import Image
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import PackOptions, blocks, encode, journal, pack, place, run, workers
+from h5feed.packing import PackOptions, blocks, encode, journal, output, pack, run, workers
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
+from h5feed.packing.output import OutputPaths
 from h5feed.packing.sizing import fit_image
 from h5feed.packing.sources import open_source
 from h5feed.packing.workers import pack_here
@@ -228,7 +229,7 @@ def test_out_is_refused_with_one_sentence_each(folder, out, tmp_path):
 
 
 def test_a_leftover_partial_needs_a_word(folder, out):
-    place.Place(out).partial.write_bytes(b"")
+    OutputPaths.of(out).partial.write_bytes(b"")
     with pytest.raises(UsageError, match=r"--resume goes on with it, --overwrite begins anew"):
         pack(folder, out, size=SIZE)
     pack(folder, out, size=SIZE, overwrite=True, workers=0)
@@ -266,36 +267,36 @@ def test_wrong_options_are_refused(folder, out, options, said):
 
 def test_too_small_a_disk_is_refused_before_any_work(folder, out, monkeypatch):
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(place.shutil, "disk_usage", lambda path: usage(10_000))
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage(10_000))
     with pytest.raises(PackError, match=r"needs 43\.0 kB more, and 10\.0 kB are free there"):
         pack(folder, out, size=SIZE, workers=0)
     assert names(out.parent) == []
 
 
 def test_two_runs_cannot_work_on_one_out(folder, out, monkeypatch):
-    monkeypatch.setattr(place, "_SECONDS_FOR_LOCK", 0.1)
+    monkeypatch.setattr(journal, "_SECONDS_FOR_LOCK", 0.1)
     with (
-        place.lock(place.Place(out).journal),
+        journal.lock(OutputPaths.of(out), ()),
         pytest.raises(PackError, match="is in use by another run"),
     ):
         pack(folder, out, size=SIZE, workers=0)
 
 
 def test_a_lock_is_on_the_file_that_is_there(out, monkeypatch):
-    journal_path = place.Place(out).journal
-    wait = place._wait_for_lock
+    paths = OutputPaths.of(out)
+    wait = journal._wait_for_lock
 
     def wait_for_a_run_that_ends(handle, path):
-        monkeypatch.setattr(place, "_wait_for_lock", wait)
+        monkeypatch.setattr(journal, "_wait_for_lock", wait)
         path.unlink()  # as a run that is done does while it holds the lock
         wait(handle, path)
 
-    monkeypatch.setattr(place, "_wait_for_lock", wait_for_a_run_that_ends)
-    monkeypatch.setattr(place, "_SECONDS_FOR_LOCK", 0.1)
+    monkeypatch.setattr(journal, "_wait_for_lock", wait_for_a_run_that_ends)
+    monkeypatch.setattr(journal, "_SECONDS_FOR_LOCK", 0.1)
     with (
-        place.lock(journal_path),
+        journal.lock(paths, ()),
         pytest.raises(PackError, match="is in use by another run"),
-        place.lock(journal_path),
+        journal.lock(paths, ()),
     ):
         pass
 
@@ -459,7 +460,7 @@ def test_a_full_disk_leaves_what_can_be_resumed(folder, out, monkeypatch):
 
 
 def test_a_disk_that_is_full_when_it_is_synced(folder, out, monkeypatch):
-    monkeypatch.setattr(journal, "_sync_data", failing_with(errno.ENOSPC))
+    monkeypatch.setattr(journal, "sync_file", failing_with(errno.ENOSPC))
     with pytest.raises(PackError, match="No space left on device; nothing was kept"):
         pack(folder, out, size=SIZE, workers=1)
     assert names(out.parent) == []

@@ -1,10 +1,12 @@
 """How the pictures are cut into blocks, and how a block's payload reaches the disk."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h5feed.packing.encode import Payload
 from h5feed.store.layout import FieldSpec
+from h5feed.store.write import open_file, write_at
 
 __all__ = ["PayloadFiles", "blocks"]
 
@@ -36,25 +38,25 @@ class PayloadFiles:
     """The files that pixels are written to, one per field, opened by each process for itself."""
 
     def __init__(self, paths: Sequence[Path], heads: Sequence[int]) -> None:
-        # Python's own buffer would only copy once more.
-        self._files = [path.open("r+b", buffering=0) for path in paths]
+        self._files = [(open_file(path), path) for path in paths]
         self._heads = heads
 
     def __enter__(self) -> "PayloadFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files:
-            file.close()
+        for handle, _path in self._files:
+            os.close(handle)
 
     def write(self, places: Sequence[int], payloads: Sequence[Sequence[Payload]]) -> None:
         """Write each field's payloads back to back from its place on (bytes after the head)."""
-        for file, head, at, field in zip(self._files, self._heads, places, payloads, strict=True):
-            file.seek(head + at)
+        for (handle, path), head, place, field in zip(
+            self._files, self._heads, places, payloads, strict=True
+        ):
+            at = head + place
             for chunk in _chunks(field):
-                left = memoryview(chunk)
-                while left:
-                    left = left[file.write(left) :]
+                write_at(handle, chunk, at, path)
+                at += len(chunk)
 
 
 def _chunks(payloads: Sequence[Payload]) -> Sequence[Payload]:

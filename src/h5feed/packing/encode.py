@@ -19,7 +19,7 @@ from h5feed.packing.sizing import Box, fit_image, fit_mask
 from h5feed.packing.sources import Source
 from h5feed.store.layout import FieldSpec
 
-__all__ = ["Job", "Payload", "Record", "Skip", "encode_block", "row_type"]
+__all__ = ["Job", "Payload", "Record", "Skip", "encode_block", "field_sizes", "row_type"]
 
 Pixels = npt.NDArray[np.uint8]
 Payload = bytes | memoryview
@@ -87,6 +87,17 @@ def row_type(specs: Sequence[FieldSpec]) -> np.dtype[np.void]:
     if images.fit == "pad":
         columns += [("box", "<i4", (4,))]
     return np.dtype(columns)
+
+
+def field_sizes(spec: FieldSpec, rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """Return the payload bytes (int64, N) that a field has of each of the items in `rows`."""
+    if spec.is_fixed:
+        return np.full(len(rows), spec.item_bytes, np.int64)
+    if spec.is_encoded:
+        return rows["bytes"].astype(np.int64)
+    height, width = rows["shape"].astype(np.int64).T
+    sizes: npt.NDArray[np.int64] = spec.pixel_bytes(height, width)
+    return sizes
 
 
 def encode_block(

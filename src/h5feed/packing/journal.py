@@ -1,31 +1,62 @@
 """The journal of a run: what is safely on the disk, so that an interrupted run can go on.
 
-One header (what was packed, how, with which versions) and one entry per block of pictures, in
-order without gaps. An entry is appended only after the pixels it speaks of were synced; so
-whatever the journal says is true, and a torn last entry costs one block.
+The journal has one header (what is packed, how, with which versions) and one entry per block of
+images, in order without gaps. An entry is appended only after the pixels it speaks of were
+synced, and a torn last entry costs one block. Nothing that lies there is believed on its word:
+an entry must make sense, and the pixels must have its checksums, before a run goes on with them.
 """
 
+import errno
 import json
 import os
+import reprlib
 import struct
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from h5feed.cores import available_cores
 from h5feed.errors import PackError
-from h5feed.packing.encode import Record, Skip
+from h5feed.packing.encode import Record, Skip, field_sizes, row_type
+from h5feed.packing.output import OutputPaths
+from h5feed.printable import printable
+from h5feed.progress import Progress
+from h5feed.store.layout import FieldSpec
+from h5feed.store.write import (
+    naming,
+    open_file,
+    sync_file,
+    write_at,
+)
 
-__all__ = ["Header", "Journal", "JournalWriter"]
+__all__ = [
+    "Header",
+    "Journal",
+    "JournalWriter",
+    "intact_records",
+    "lock",
+]
 
+_VERSION = 1
+"""Of the journal: a run goes on from one that it would have written itself, and from no other."""
 _FRAME = struct.Struct("<4sIII")  # magic, bytes of JSON, bytes of rows, CRC-32 of both
 _MAGIC = b"h5fj"
+_MOST_FRAME_BYTES = 64 << 20  # an entry has at most 256 images' facts
+_READ_BYTES = 8 << 20
 _SECONDS_BETWEEN_SYNCS = 1.0
+_SECONDS_FOR_LOCK = 5.0
+_CHECKED_TOGETHER = 256  # entries
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +77,8 @@ class Header:
             said.append(f"the source has changed ({self.count:,} pictures then, {now.count:,} now)")
         for then, today in ((self.content, now.content), (self.versions, now.versions)):
             said += [
-                f"{name} was {then.get(name)!r} and is {today.get(name)!r}"
+                f"{printable(name)} was {_short.repr(then.get(name))} and is "
+                f"{_short.repr(today.get(name))}"
                 for name in sorted({*then, *today})
                 if then.get(name) != today.get(name)
             ]
@@ -54,56 +86,65 @@ class Header:
 
 
 class Journal:
-    """A journal file, open for appending."""
+    """The journal of one OUT, held by this run alone: made by `lock`."""
 
-    def __init__(self, file: IO[bytes], row_type: np.dtype[np.void]) -> None:
-        self._file, self._row_type = file, row_type
+    def __init__(self, paths: OutputPaths, specs: Sequence[FieldSpec], handle: int) -> None:
+        self._paths, self._specs, self._handle = paths, specs, handle
+        self._ends = [0]
+        """Where the header ends, and each entry that was read."""
+        self._end = 0
         self.stop = 0
         """All pictures before this one are safe."""
 
-    @classmethod
-    def create(cls, path: Path, header: Header, row_type: np.dtype[np.void]) -> "Journal":
-        """Begin a new journal at `path`."""
-        # Without Python's buffer: on a full disk its last flush would fail again at closing.
-        file = path.open("w+b", buffering=0)
-        journal = cls(file, row_type)
-        fields = {name: getattr(header, name) for name in header.__dataclass_fields__}
-        journal._append(json.dumps(fields).encode(), b"")
-        journal.sync()
-        return journal
+    def begin(self, header: Header) -> None:
+        """Write the header of a new journal, in place of what there is; raises OSError."""
+        with naming(self._paths.journal):
+            os.ftruncate(self._handle, 0)
+        self._end = self.stop = 0
+        self._append(json.dumps({"journal": _VERSION, **asdict(header)}).encode(), b"")
+        self._sync()
 
-    @classmethod
-    def reopen(
-        cls, path: Path, header: Header, row_type: np.dtype[np.void]
-    ) -> "tuple[Journal, list[Record]] | None":
-        """Open a journal to go on; return it and its entries, or None where it holds nothing.
+    def read(self, header: Header) -> list[Record] | None:
+        """Return the entries of an earlier run, or None where it had not really begun.
 
-        Raises PackError where source, options or versions are not what they were.
+        Raises PackError where source, options or versions are not what they were, and where
+        the journal cannot be one that this version has written.
         """
-        file = path.open("r+b", buffering=0)
-        journal = cls(file, row_type)
-        frames = journal._frames()
-        first = next(frames, None)
-        if first is None:  # killed before the header was whole
-            file.close()
+        frames = self._frames()
+        first_end, text, _ = next(frames, (0, b"", b""))
+        if not text:
+            self._refuse_lost_header()
             return None
-        said = Header(**json.loads(first[0])).differences(header)
-        if said:
+        self._ends = [first_end]
+        try:
+            then = _parse_header(text)
+        except (LookupError, TypeError, ValueError, RecursionError) as ex:
+            raise self._refuse("has no header that this version writes") from ex
+        if said := then.differences(header):
             raise PackError(
-                f"{path} cannot be resumed: {'; '.join(said)}. Give what it was begun with, or "
-                "--overwrite to begin anew"
+                f"{self._paths.journal} cannot be resumed: {'; '.join(said)}. Give what it was "
+                "begun with, or --overwrite to begin anew"
             )
-        end = file.tell()
-        records = []
-        for text, rows in frames:
-            records.append(journal._record(json.loads(text), rows))
-            end = file.tell()
-        file.truncate(end)  # the torn last entry of a run that was killed while it wrote
-        file.seek(end)
-        return journal, records
+        records: list[Record] = []
+        for end, text, rows in frames:
+            self._ends.append(end)
+            start = records[-1].stop if records else 0
+            try:
+                records.append(_parse_record(text, rows, start, header.count, self._specs))
+            except (LookupError, TypeError, ValueError, RecursionError) as ex:
+                raise self._refuse(f"has an entry behind picture {start:,} without sense") from ex
+        self.cut(records)
+        return records
+
+    def cut(self, records: Sequence[Record]) -> None:
+        """Go on behind these, the first of the entries that were read; the others are gone."""
+        self._end = self._ends[len(records)]
+        self.stop = records[-1].stop if records else 0
+        with naming(self._paths.journal):
+            os.ftruncate(self._handle, self._end)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add entries; what they speak of must be on the disk already."""
+        """Add entries and sync them; what they speak of must be on the disk already."""
         for record in records:
             facts = {
                 "start": record.start,
@@ -113,41 +154,160 @@ class Journal:
                 "source_bytes": record.source_bytes,
             }
             self._append(json.dumps(facts).encode(), record.rows.tobytes())
-            self.stop = record.stop
-
-    def sync(self) -> None:
-        """Bring what was appended to the disk."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self._sync()
+        self.stop = records[-1].stop
 
     def _append(self, text: bytes, rows: bytes) -> None:
         check = zlib.crc32(rows, zlib.crc32(text))
-        left = memoryview(_FRAME.pack(_MAGIC, len(text), len(rows), check) + text + rows)
-        while left:
-            left = left[self._file.write(left) :]
+        frame = _FRAME.pack(_MAGIC, len(text), len(rows), check) + text + rows
+        write_at(self._handle, frame, self._end, self._paths.journal)
+        self._end += len(frame)
 
-    def _frames(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the whole frames up to the first torn one."""
-        while len(head := self._file.read(_FRAME.size)) == _FRAME.size:
+    def _sync(self) -> None:
+        sync_file(self._handle, self._paths.journal)
+
+    def _frames(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yield (end, JSON, rows) of the whole frames up to the first torn one."""
+        at, size = 0, os.fstat(self._handle).st_size
+        while at + _FRAME.size <= size:
+            with naming(self._paths.journal):
+                head = os.pread(self._handle, _FRAME.size, at)
             magic, text_bytes, rows_bytes, check = _FRAME.unpack(head)
-            body = self._file.read(text_bytes + rows_bytes) if magic == _MAGIC else b""
-            if len(body) != text_bytes + rows_bytes or zlib.crc32(body) != check:
+            length = text_bytes + rows_bytes
+            at += _FRAME.size
+            if magic != _MAGIC or length > min(size - at, _MOST_FRAME_BYTES):
                 return
-            yield body[:text_bytes], body[text_bytes:]
+            with naming(self._paths.journal):
+                body = os.pread(self._handle, length, at)
+            if len(body) != length or zlib.crc32(body) != check:
+                return
+            at += length
+            yield at, body[:text_bytes], body[text_bytes:]
 
-    def _record(self, facts: dict[str, Any], rows: bytes) -> Record:
-        self.stop = facts["stop"]
-        return Record(
-            start=facts["start"],
-            stop=facts["stop"],
-            rows=np.frombuffer(rows, self._row_type),
-            skips=tuple(Skip(*skip) for skip in facts["skips"]),
-            sizes=tuple(facts["sizes"]),
-            source_bytes=facts["source_bytes"],
+    def _refuse_lost_header(self) -> None:
+        """Raise PackError where there was a header: it is on the disk before the first pixel is."""
+        with suppress(FileNotFoundError):
+            if self._paths.partial.lstat().st_size:
+                raise self._refuse("has no whole header")
+
+    def _refuse(self, what: str) -> PackError:
+        return PackError(
+            f"{self._paths.journal} {what} (damaged, or of another version of h5feed): --overwrite "
+            "begins anew"
         )
+
+
+def _parse_header(text: bytes) -> Header:
+    """Return the header; KeyError, TypeError or ValueError where it is none of ours."""
+    facts = json.loads(text)
+    if facts.pop("journal") != _VERSION:
+        raise ValueError("another version")
+    header = Header(**facts)
+    kinds = (type(header.source), type(header.count), type(header.content), type(header.versions))
+    if kinds != (str, int, dict, dict):
+        raise TypeError(f"{kinds=}")
+    return header
+
+
+def _parse_record(
+    text: bytes, rows: bytes, start: int, count: int, specs: Sequence[FieldSpec]
+) -> Record:
+    """Return the entry that begins with picture `start` of `count`.
+
+    Raises KeyError, TypeError or ValueError for what `append` would not have written.
+    """
+    facts = json.loads(text)
+    record = Record(
+        start=facts["start"],
+        stop=facts["stop"],
+        rows=np.frombuffer(rows, row_type(specs)),
+        skips=tuple(Skip(*skip) for skip in facts["skips"]),
+        sizes=tuple(facts["sizes"]),
+        source_bytes=facts["source_bytes"],
+    )
+    numbers = [record.start, record.stop, record.source_bytes, *record.sizes]
+    numbers += [skip.item for skip in record.skips]
+    texts = [text for skip in record.skips for text in (skip.reason, skip.detail)]
+    if {int} != {type(n) for n in numbers} or not {str} >= {type(text) for text in texts}:
+        raise TypeError("a number or a text is none")
+    if record.start != start or not start < record.stop <= count or record.source_bytes < 0:
+        raise ValueError("out of place")
+    packed, skipped = record.rows["index"].tolist(), [skip.item for skip in record.skips]
+    in_order = packed == sorted(packed) and skipped == sorted(skipped)
+    if not in_order or sorted(packed + skipped) != list(range(start, record.stop)):
+        raise ValueError("other pictures than it says")
+    _check_rows(record, specs)
+    return record
+
+
+def _check_rows(record: Record, specs: Sequence[FieldSpec]) -> None:
+    """Raise ValueError for sizes that no image has, or that are not those of the record."""
+    rows, images = record.rows, specs[0]
+    names = [
+        name for name in ("source_shape", "shape", "bytes") if name in (rows.dtype.names or ())
+    ]
+    if any((rows[name] < 1).any() or (rows[name] > 1 << 48).any() for name in names):
+        raise ValueError("a size out of range")
+    if "box" in (rows.dtype.names or ()):
+        boxes = rows["box"].astype(np.int64)
+        ends = boxes[:, :2] + boxes[:, 2:]
+        inside = (boxes[:, :2] >= 0) & (boxes[:, 2:] >= 1) & (ends <= (images.height, images.width))
+        if not inside.all():
+            raise ValueError("a box outside the stored image")
+    # Pythons' integers: the product of two forged sides could be more than 64 bits hold.
+    sizes = tuple(sum(field_sizes(spec, rows).tolist()) for spec in specs)
+    if sizes != record.sizes:
+        raise ValueError(f"{record.sizes=}, and its images have {sizes}")
+
+
+@contextmanager
+def lock(paths: OutputPaths, specs: Sequence[FieldSpec]) -> Iterator[Journal]:
+    """Open and lock the journal, made if need be: one run at a time may work on an OUT.
+
+    Forked workers inherit the lock, so whoever gets it knows that no straggler of a killed run
+    is still writing pixels.
+    """
+    handle = _locked(paths.journal)
+    try:
+        yield Journal(paths, specs, handle)
+    finally:
+        with suppress(OSError):
+            if os.fstat(handle).st_size == 0:  # the run was refused before it began
+                paths.journal.unlink()
+        os.close(handle)
+
+
+def _locked(path: Path) -> int:
+    """Open `path` and lock it; again where the run waited for has removed it in the meantime."""
+    while True:
+        try:
+            handle = open_file(path, create=True)
+        except OSError as ex:
+            raise PackError(f"cannot write {path}: {ex.strerror}") from ex
+        try:
+            _wait_for_lock(handle, path)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), path.lstat()):
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _wait_for_lock(handle: int, path: Path) -> None:
+    import fcntl  # not on Windows, where packing is refused and all else can be imported
+
+    until = time.monotonic() + _SECONDS_FOR_LOCK
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as ex:
+            if ex.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # a file system without locks
+        if time.monotonic() > until:
+            raise PackError(f"{path} is in use by another run: wait for it, or give another OUT")
+        time.sleep(0.05)
 
 
 class JournalWriter:
@@ -155,7 +315,7 @@ class JournalWriter:
 
     def __init__(self, journal: Journal, payloads: Sequence[Path]) -> None:
         self._journal = journal
-        self._files = [path.open("r+b") for path in payloads]
+        self._files = [(open_file(path), path) for path in payloads]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="h5feed-journal")
         self._pending: Future[None] | None = None
         self._waiting: list[Record] = []
@@ -166,8 +326,8 @@ class JournalWriter:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(wait=True)
-        for file in self._files:
-            file.close()
+        for handle, _path in self._files:
+            os.close(handle)
 
     def add(self, records: Sequence[Record]) -> None:
         """Take records of blocks that were written (not yet synced)."""
@@ -194,11 +354,77 @@ class JournalWriter:
             self.poll(now=True)
 
     def _save(self, records: Sequence[Record]) -> None:
-        for file in self._files:
-            _sync_data(file.fileno())
+        for handle, path in self._files:
+            sync_file(handle, path)
         self._journal.append(records)
-        self._journal.sync()
 
 
-def _sync_data(handle: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(handle)  # macOS has fsync alone
+# --- what the journal says, compared with what is there
+
+
+def intact_records(
+    paths: OutputPaths, specs: Sequence[FieldSpec], records: Sequence[Record], *, progress: bool
+) -> int:
+    """Return how many records, from the first on, have their pixels in the payload files.
+
+    Every byte is read and compared with its checksum, on as many threads as there are cores.
+    Raises OSError where a file cannot be opened or read.
+    """
+    total = records[-1].stop if records else 0
+    with Progress(total, "checking", show=progress, brief=True) as bar:
+        intact = 0
+        for is_intact in _found_intact(paths, specs, records):
+            if not is_intact:
+                break
+            bar.advance(records[intact].stop - records[intact].start)
+            intact += 1
+        if bar.done < total:
+            bar.say(
+                f"{paths.partial} does not hold what its journal says from picture {bar.done:,} "
+                f"on: {total - bar.done:,} pictures are packed again"
+            )
+    return intact
+
+
+def _found_intact(
+    paths: OutputPaths, specs: Sequence[FieldSpec], records: Sequence[Record]
+) -> Iterator[bool]:
+    """Yield for each record whether its pixels are there; nothing where a file is missing."""
+    places = np.cumsum([paths.heads(specs), *(record.sizes for record in records)], axis=0).tolist()
+    with ExitStack() as stack:
+        handles = []
+        for path in paths.payloads(specs):
+            try:
+                handles.append((open_file(path), path))
+            except FileNotFoundError:
+                return
+            stack.callback(os.close, handles[-1][0])
+        pool = stack.enter_context(ThreadPoolExecutor(available_cores()))
+        check = partial(_is_intact, handles, specs)
+        for first in range(0, len(records), _CHECKED_TOGETHER):
+            some = records[first : first + _CHECKED_TOGETHER]
+            yield from pool.map(check, some, places[first:])
+
+
+def _is_intact(
+    handles: Sequence[tuple[int, Path]],
+    specs: Sequence[FieldSpec],
+    record: Record,
+    places: Sequence[int],
+) -> bool:
+    at = list(places)
+    sizes = [field_sizes(spec, record.rows).tolist() for spec in specs]
+    for item, expected in enumerate(record.rows["crc32"].tolist()):
+        check = 0
+        for k, (handle, path) in enumerate(handles):
+            stop = at[k] + sizes[k][item]
+            while at[k] < stop:
+                with naming(path):
+                    data = os.pread(handle, min(_READ_BYTES, stop - at[k]), at[k])
+                if not data:
+                    return False
+                check = zlib.crc32(data, check)
+                at[k] += len(data)
+        if check != expected:
+            return False
+    return True

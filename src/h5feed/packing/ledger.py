@@ -1,15 +1,34 @@
-"""The coordinator's book: where each picture goes, what became of it, in source order."""
+"""The coordinator's book: where each picture goes, what became of it, in source order.
 
+At the end it has all that the finished file says beside the pixels, and that the summary tells.
+"""
+
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
 
+import cv2
 import numpy as np
+import numpy.typing as npt
 
-from h5feed.errors import PackError
-from h5feed.packing.encode import Job, Record, Skip, row_type
+import h5feed
+from h5feed.errors import H5FormatError, PackError
+from h5feed.packing.encode import Job, Record, Skip, field_sizes, row_type
+from h5feed.packing.output import OutputPaths
+from h5feed.packing.summary import PackSummary, describe_fit
 from h5feed.printable import printable
+from h5feed.progress import Progress
+from h5feed.store.check import check_file
+from h5feed.store.fingerprint import canonical_json, fingerprint
+from h5feed.store.layout import Columns
+from h5feed.store.read import read_index
+from h5feed.store.write import finalize
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "finish", "is_finished", "summarize", "versions"]
+
+Array = npt.NDArray[Any]
 
 
 class Ledger:
@@ -76,3 +95,132 @@ class Ledger:
 
     def _name(self, skip: Skip) -> str:
         return printable(self.job.name(skip.item))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of all that has a hand in the file's bytes."""
+    names = ("h5py", "numpy", "pillow", "simplejpeg", "torch")
+    return {
+        "h5feed": h5feed.__version__,
+        "opencv": cv2.__version__,
+        **{name: version(name) for name in names},
+    }
+
+
+def finish(paths: OutputPaths, ledger: Ledger) -> None:
+    """Make `paths.out` from the pixels in `paths.partial`, and clear up; raises OSError."""
+    specs = ledger.job.specs
+    finalize(
+        paths.partial,
+        paths.out,
+        specs,
+        _columns(ledger),
+        _provenance(ledger),
+        offsets=_offsets(ledger),
+        shapes=_shapes(ledger),
+        side=paths.side(specs),
+    )
+    paths.discard(specs)
+
+
+def is_finished(paths: OutputPaths, ledger: Ledger, *, progress: bool) -> bool:
+    """Return whether `paths.out` is the file that `finish` would make: every byte is compared.
+
+    Raises PackError where it is that file and damaged.
+    """
+    try:
+        found = read_index(paths.out).fingerprint
+    except (OSError, H5FormatError):
+        return False
+    text = canonical_json(_provenance(ledger))
+    specs, columns = ledger.job.specs, _columns(ledger)
+    if found != fingerprint(specs, columns, text, _offsets(ledger), _shapes(ledger)):
+        return False
+    with Progress(ledger.count, "checking", show=progress, brief=True) as bar:
+        report = check_file(paths.out, progress=lambda done, _: bar.advance(done - bar.done))
+    if not report.is_sound:
+        raise PackError(
+            f"OUT {paths.given} was finished and is damaged ({len(report.damaged):,} of "
+            f"{ledger.count:,} pictures): --overwrite packs it anew"
+        )
+    return True
+
+
+def summarize(paths: OutputPaths, ledger: Ledger, *, resumed: int, began: float) -> PackSummary:
+    """Say what was done; `began` is the monotonic time of the start."""
+    seconds = time.monotonic() - began
+    job = ledger.job
+    return PackSummary(
+        out=str(paths.given),
+        items=ledger.count,
+        classes=len(job.source.classes),
+        resumed=resumed,
+        bytes_in=ledger.source_bytes,
+        bytes_out=paths.out.stat().st_size,
+        seconds=seconds,
+        images_per_second=(ledger.total - resumed) / seconds,
+        skipped=tuple((job.name(skip.item), str(skip)) for skip in ledger.skips),
+        skipped_by_reason=ledger.skipped_by_reason(),
+        fit=describe_fit(job.specs, ledger.rows["source_shape"]),
+    )
+
+
+def _columns(ledger: Ledger) -> Columns:
+    source, rows = ledger.job.source, ledger.rows
+    index = rows["index"]
+    labels = source.labels
+    assert labels is not None
+    key_bytes, key_offsets = _keys(source.key_bytes, source.key_offsets, index)
+    return Columns(
+        labels=labels[index],
+        classes=source.classes,
+        key_bytes=key_bytes,
+        key_offsets=key_offsets,
+        source_shapes=np.ascontiguousarray(rows["source_shape"]),
+        crc32=np.ascontiguousarray(rows["crc32"]),
+        boxes=np.ascontiguousarray(rows["box"]) if "box" in (rows.dtype.names or ()) else None,
+    )
+
+
+def _keys(blob: Array, offsets: Array, index: Array) -> tuple[Array, Array]:
+    """Return the keys of the items `index` (increasing), back to back, and where each begins."""
+    lengths = np.diff(offsets)
+    if len(index) == len(lengths):
+        return blob, offsets
+    kept = np.zeros(len(lengths), bool)
+    kept[index] = True
+    return blob[np.repeat(kept, lengths)], np.cumsum([0, *lengths[index]])
+
+
+def _offsets(ledger: Ledger) -> dict[str, Array | None]:
+    """Return where each item begins (int64, N+1), for the fields that are not fixed."""
+    rows = ledger.rows
+    return {
+        spec.name: None
+        if spec.is_fixed
+        else np.cumsum([0, *field_sizes(spec, rows)], dtype=np.int64)
+        for spec in ledger.job.specs
+    }
+
+
+def _shapes(ledger: Ledger) -> dict[str, Array | None]:
+    """Return the stored sizes (int32, N×2), for the fields that are not fixed."""
+    return {
+        spec.name: None if spec.is_fixed else np.ascontiguousarray(ledger.rows["shape"])
+        for spec in ledger.job.specs
+    }
+
+
+def _provenance(ledger: Ledger) -> dict[str, Any]:
+    """Return what made the file, without what differs from run to run of the same input."""
+    job = ledger.job
+    return {
+        "options": job.options.content(),
+        "versions": versions(),
+        "counts": {
+            "found": ledger.total,
+            "packed": ledger.count,
+            "skipped": ledger.skipped_by_reason(),
+        },
+        "skipped": [[job.name(skip.item), str(skip)] for skip in ledger.skips],
+    }

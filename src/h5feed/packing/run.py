@@ -11,19 +11,17 @@ from h5feed.cores import available_cores, available_memory
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.dataset_source import DatasetSource
 from h5feed.packing.decode import MAX_PIXELS
-from h5feed.packing.encode import Job, Record, row_type
-from h5feed.packing.journal import Header, Journal, JournalWriter
-from h5feed.packing.ledger import Ledger
+from h5feed.packing.encode import Job, Record
+from h5feed.packing.journal import Header, Journal, JournalWriter, intact_records, lock
+from h5feed.packing.ledger import Ledger, finish, is_finished, summarize, versions
 from h5feed.packing.options import PackOptions, field_specs
-from h5feed.packing.place import Place, check_out, check_space, lock, refuse_existing
-from h5feed.packing.result import finish, summarize, versions
+from h5feed.packing.output import OutputPaths, check_out, check_space, refuse_existing
 from h5feed.packing.size import stored_size
 from h5feed.packing.sources import Source, open_source
 from h5feed.packing.summary import PackSummary
 from h5feed.packing.workers import Target, pack_here, pack_in_processes
 from h5feed.progress import Progress
 from h5feed.store.layout import Encoding, Fit
-from h5feed.store.write import head_bytes
 
 __all__ = ["pack", "pack_with"]
 
@@ -93,14 +91,14 @@ def pack_with(
     options.check()
     if not hasattr(os, "pwrite"):  # before any work: the end would need it
         raise PackError("packing needs Linux or macOS: this system cannot write at a position")
-    place = Place(Path(out))
-    check_out(place, Path(source) if _is_path(source) else None, options)
+    paths = OutputPaths.of(out)
+    check_out(paths, Path(source) if _is_path(source) else None, options)
     pictures = _open(source, options, progress)
     specs = field_specs(options, stored_size(pictures, options, progress=progress))
-    ledger = Ledger(Job(source=pictures, specs=specs, options=options))
-    with lock(place.journal):
-        resumed = _run(place, ledger, progress)
-    return summarize(place, ledger, resumed=resumed, began=began)
+    job = Job(source=pictures, specs=specs, options=options)
+    with lock(paths, specs) as journal:
+        ledger, resumed = _run(paths, job, journal, progress)
+    return summarize(paths, ledger, resumed=resumed, began=began)
 
 
 def _size_text(size: str | int | tuple[int, int]) -> str:
@@ -130,32 +128,33 @@ def _open(source: Any, options: PackOptions, progress: bool) -> Source | Dataset
     return DatasetSource(source, background=options.background)
 
 
-def _run(place: Place, ledger: Ledger, progress: bool) -> int:
-    """Pack and finish; return how many pictures an earlier run had done."""
-    journal, records = _open_journal(place, ledger.job, progress)
+def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tuple[Ledger, int]:
+    """Pack and finish; return the book, and how many pictures an earlier run had done."""
+    records = _take_up(paths, job, journal, progress)
+    ledger = Ledger(job)
     try:
         for record in records:
             ledger.accept(record)
         resumed = ledger.stop
-        if place.partial.exists():
-            check_space(place, ledger.job)
-            _fill(place, ledger, journal, progress)
-        if not ledger.count:
-            why = ", ".join(ledger.skipped_by_reason())
-            raise PackError(f"none of the {ledger.total:,} pictures can be packed: {why}")
-        finish(place, ledger)
-    except (PackError, OSError, KeyboardInterrupt) as ex:
-        raise _explain(ex, place, ledger, journal) from ex
-    except UsageError:  # an item of a dataset is not what packing takes
-        place.discard(ledger.job.specs)
+        if os.path.lexists(paths.partial):
+            check_space(paths, job)
+            _fill(paths, ledger, journal, progress)
+            if not ledger.count:
+                why = ", ".join(ledger.skipped_by_reason())
+                raise PackError(f"none of the {ledger.total:,} pictures can be packed: {why}")
+            finish(paths, ledger)
+        paths.discard(job.specs)  # all there is to do where a run died after the last rename
+    except (PackError, OSError, MemoryError, KeyboardInterrupt) as ex:
+        raise _explain(ex, paths, ledger, journal) from ex
+    except BaseException:
+        if isinstance(job.source, DatasetSource):  # an item is not what packing takes
+            paths.discard(job.specs)
         raise
-    finally:
-        journal.close()
-    return resumed
+    return ledger, resumed
 
 
-def _open_journal(place: Place, job: Job, progress: bool) -> tuple[Journal, list[Record]]:
-    """Open what an earlier run left, with what it holds; or begin anew."""
+def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> list[Record]:
+    """Return what an earlier run had done, as far as that is really there; or begin anew."""
     source = job.source
     header = Header(
         source=source.digest(progress=progress) if isinstance(source, Source) else "",
@@ -163,23 +162,44 @@ def _open_journal(place: Place, job: Job, progress: bool) -> tuple[Journal, list
         content=job.options.content(),
         versions=versions(),
     )
-    if job.options.resume:
-        opened = Journal.reopen(place.journal, header, row_type(job.specs))
-        if opened is not None and place.holds(job, opened[1]):
-            return opened
-    refuse_existing(place, job.options)
-    place.begin(job.specs)
-    return Journal.create(place.journal, header, row_type(job.specs)), []
+    try:
+        records = journal.read(header) if job.options.resume else None
+        if records and os.path.lexists(paths.partial):
+            del records[intact_records(paths, job.specs, records, progress=progress) :]
+            journal.cut(records)
+        elif records and not _is_whole(paths, job, records, progress):
+            records = None
+    except OSError as ex:
+        raise PackError(f"cannot resume from {ex.filename}: {ex.strerror}") from ex
+    if records:
+        return records
+    refuse_existing(paths, job.options)
+    try:
+        paths.begin(job.specs)
+        journal.begin(header)
+    except OSError as ex:
+        paths.discard(job.specs)
+        raise PackError(f"{_cannot_write(ex, paths)}; nothing was kept") from ex
+    return []
 
 
-def _fill(place: Place, ledger: Ledger, journal: Journal, progress: bool) -> None:
+def _is_whole(paths: OutputPaths, job: Job, records: Sequence[Record], progress: bool) -> bool:
+    """Return whether OUT is what these records tell of: the run died after its last rename."""
+    if not records or records[-1].stop < len(job.source) or not paths.out.exists():
+        return False
+    ledger = Ledger(job)
+    for record in records:
+        ledger.accept(record)
+    return is_finished(paths, ledger, progress=progress)
+
+
+def _fill(paths: OutputPaths, ledger: Ledger, journal: Journal, progress: bool) -> None:
     """Bring the pixels of all pictures that `ledger` lacks into the payload files."""
     job = ledger.job
-    paths = place.payloads(job.specs)
-    target = Target(paths, (head_bytes(job.specs), *(0 for _ in paths[1:])))
+    target = Target(paths.payloads(job.specs), paths.heads(job.specs))
     with (
         Progress(ledger.total, "packing", show=progress, done=ledger.stop) as bar,
-        JournalWriter(journal, paths) as writer,
+        JournalWriter(journal, target.paths) as writer,
     ):
         ledger.say = bar.say
         for note in getattr(job.source, "notes", ()):
@@ -215,20 +235,29 @@ def _worker_count(ledger: Ledger) -> int:
 
 
 def _explain(
-    error: PackError | OSError | KeyboardInterrupt, place: Place, ledger: Ledger, journal: Journal
+    error: PackError | OSError | MemoryError | KeyboardInterrupt,
+    paths: OutputPaths,
+    ledger: Ledger,
+    journal: Journal,
 ) -> PackError | KeyboardInterrupt:
     """Add to an error what is kept; where nothing is, leave nothing behind."""
     if isinstance(error, OSError):
-        what = f"cannot write {error.filename or place.partial}: {error.strerror or error}"
+        what = _cannot_write(error, paths)
+    elif isinstance(error, MemoryError):
+        what = "out of memory"
     else:
         what = str(error) or "interrupted"
     if not (journal.stop and ledger.count) or isinstance(ledger.job.source, DatasetSource):
-        place.discard(ledger.job.specs)
+        paths.discard(ledger.job.specs)
         kept = "nothing was kept"
     else:
         kept = (
-            f"{journal.stop:,} of {ledger.total:,} pictures are kept in {place.partial}: the same "
+            f"{journal.stop:,} of {ledger.total:,} pictures are kept in {paths.partial}: the same "
             "command with --resume goes on"
         )
     kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else PackError
     return kind(f"{what}; {kept}")
+
+
+def _cannot_write(error: OSError, paths: OutputPaths) -> str:
+    return f"cannot write {error.filename or paths.partial}: {error.strerror or error}"

@@ -163,10 +163,15 @@ def open_file(path: Path, *, create: bool = False) -> int:
 
     Raises OSError, for a link too: whoever calls this means a file of its own.
     """
-    handle = os.open(path, _OWN_FILE | (os.O_CREAT if create else 0), 0o666)
+    try:
+        handle = os.open(path, _OWN_FILE | (os.O_CREAT if create else 0), 0o666)
+    except OSError as ex:
+        if ex.errno == errno.ELOOP:
+            raise OSError(ex.errno, "it is a link, not a plain file: remove it", str(path)) from ex
+        raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a plain file: remove it", str(path))
     return handle
 
 
