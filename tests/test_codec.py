@@ -8,6 +8,7 @@ from PIL import Image, ImageOps
 from h5feed.codec import (
     MAX_JPEG_SIDE,
     decode_jpeg,
+    decode_strictly,
     encode_jpeg,
     nv12_to_rgb,
     orient,
@@ -105,8 +106,29 @@ def test_decode_jpeg_forgives_stray_bytes_and_refuses_a_cut():
         with pytest.raises(ValueError, match="truncated"):
             decode_jpeg(cut)
     for junk in (b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"GIF89a", bytes(1000)):
-        with pytest.raises(ValueError, match="damaged"):
+        with pytest.raises(ValueError, match=r"not a JPEG file|truncated JPEG header"):
             decode_jpeg(junk)
+
+
+def test_decode_jpeg_refuses_thousands_of_scans_and_takes_what_encoders_write(monkeypatch):
+    data = jpeg_bytes(smooth(40, 64), progressive=True)
+    np.testing.assert_array_equal(decode_jpeg(data), by_pillow(data))
+    last = data[data.rindex(b"\xff\xda") : -2]
+    monkeypatch.setattr("simplejpeg.decode_jpeg", None)  # nothing is decoded
+    with pytest.raises(ValueError, match="more than 100 scans"):
+        decode_jpeg(data[:-2] + last * 3000 + data[-2:])
+
+
+def test_decode_strictly_forgives_nothing():
+    data = encode_jpeg(smooth(64, 64), 90)
+    out = np.empty((64, 64, 3), np.uint8)
+    assert decode_strictly(data, out) is out
+    np.testing.assert_array_equal(decode_strictly(data), decode_jpeg(data))
+    start = data.index(b"\xff\xda")
+    with pytest.raises(ValueError, match=r"damaged \(.*extraneous bytes"):
+        decode_strictly(data[:start] + b"\x00\x01\x02" + data[start:])
+    with pytest.raises(ValueError, match=r"^truncated$"):
+        decode_strictly(data[:-2])
 
 
 def test_nv12_keeps_the_grays_exactly():

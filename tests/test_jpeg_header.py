@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from h5feed.codec import encode_jpeg
-from h5feed.jpeg_header import read_header, read_orientation
+from h5feed.jpeg_header import MAX_SCANS, check_scans, read_header
 from pictures import ORIENTATION, jpeg_bytes, smooth, with_orientation
 
 
@@ -35,7 +35,7 @@ def test_gray_cmyk_progressive_and_restarts_are_told_apart():
 @pytest.mark.parametrize("orientation", range(10))
 def test_exif_orientation_is_pillows(orientation):
     data = jpeg_bytes(smooth(8, 16), orientation=orientation)
-    assert read_orientation(data) == (orientation if orientation in range(1, 9) else 1)
+    assert read_header(data).orientation == (orientation if orientation in range(1, 9) else 1)
     assert read_header(data).rotated_shape == ((16, 8) if 5 <= orientation <= 8 else (8, 16))
 
 
@@ -44,7 +44,7 @@ def test_both_byte_orders_are_read(order):
     exif = with_orientation(6)
     exif.endian = order
     data = jpeg_bytes(smooth(8, 16), exif=exif)
-    assert read_orientation(data) == pillow_orientation(data) == 6
+    assert read_header(data).orientation == pillow_orientation(data) == 6
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_both_byte_orders_are_read(order):
 def test_xmp_speaks_where_exif_is_silent(text):
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/">' + text + b"</x:xmpmeta>"
     data = jpeg_bytes(smooth(8, 16), xmp=xmp)
-    assert read_orientation(data) == pillow_orientation(data) == 6
+    assert read_header(data).orientation == pillow_orientation(data) == 6
     both = jpeg_bytes(smooth(8, 16), xmp=xmp, orientation=3)
-    assert read_orientation(both) == pillow_orientation(both) == 3
+    assert read_header(both).orientation == pillow_orientation(both) == 3
 
 
 def test_damaged_exif_never_turns_a_picture_nor_fails():
@@ -65,7 +65,7 @@ def test_damaged_exif_never_turns_a_picture_nor_fails():
     for _ in range(500):
         broken = bytearray(data)
         broken[start + int(rng.integers(0, 26))] = int(rng.integers(256))
-        assert read_orientation(bytes(broken)) in range(1, 9)
+        assert read_header(bytes(broken)).orientation in range(1, 9)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,6 @@ def test_damaged_exif_never_turns_a_picture_nor_fails():
 def test_what_is_no_header_is_said(data, text):
     with pytest.raises(ValueError, match=text):
         read_header(data)
-    assert read_orientation(data) == 1
 
 
 def test_every_cut_of_a_header_is_an_error():
@@ -92,3 +91,21 @@ def test_every_cut_of_a_header_is_an_error():
         with pytest.raises(ValueError, match="JPEG"):
             read_header(data[:end])
     assert read_header(data[: whole.scan_start]) == whole
+
+
+def test_scans_are_counted_before_any_is_decoded():
+    def of(scans, between=b""):
+        return data[:-2] + (between + last) * (scans - 10) + data[-2:]
+
+    data = jpeg_bytes(smooth(40, 64), progressive=True)
+    assert data.count(b"\xff\xda") == 10
+    last = data[data.rindex(b"\xff\xda") : -2]
+    comment = b"\xff\xfe\x00\x06\xff\xda\xff\xd9"  # neither a scan nor the end
+    for between in (b"", comment, b"\xff\x01", b"\xff"):
+        header = read_header(data)
+        check_scans(of(MAX_SCANS, between), header)
+        with pytest.raises(ValueError, match="it has more than 100 scans, which no encoder writes"):
+            check_scans(of(MAX_SCANS + 1, between), header)
+    check_scans(data + last * 200, read_header(data))  # what follows the end is no part of it
+    one = jpeg_bytes(smooth(40, 64))
+    check_scans(one[:-2] + one[one.index(b"\xff\xda") :] * 200, read_header(one))

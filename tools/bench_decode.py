@@ -26,7 +26,7 @@ from h5feed.codec import decode_jpeg
 from h5feed.feed.random import Draws
 from h5feed.feed.schedule import Drawing
 from h5feed.feed.source import Pixels
-from h5feed.jpeg_header import read_orientation
+from h5feed.jpeg_header import read_header
 from h5feed.jpeg_region import decode_jpeg_region
 
 SIDES = (224, 112, 64, 32)
@@ -79,7 +79,7 @@ def measure(path: Path, count: int) -> None:
     spec = pixels.specs["images"]
     items = np.random.default_rng(0).permutation(len(pixels))[:count]
     data = {int(i): bytes(pixels.item("images", int(i))) for i in items}
-    upright = np.array([i for i in items if read_orientation(data[int(i)]) == 1])
+    upright = np.array([i for i in items if read_header(data[int(i)]).orientation == 1])
     shapes = pixels.stored_shapes
     scratch = np.empty(int(shapes.max(axis=0).prod()) * 3, np.uint8)
 

@@ -9,9 +9,17 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import JpegImagePlugin
 
-from h5feed.jpeg_header import read_orientation
+from h5feed.jpeg_header import JpegHeader, check_scans, read_header
 
-__all__ = ["MAX_JPEG_SIDE", "decode_jpeg", "encode_jpeg", "nv12_to_rgb", "orient", "rgb_to_nv12"]
+__all__ = [
+    "MAX_JPEG_SIDE",
+    "decode_jpeg",
+    "decode_strictly",
+    "encode_jpeg",
+    "nv12_to_rgb",
+    "orient",
+    "rgb_to_nv12",
+]
 
 UInt8 = npt.NDArray[np.uint8]
 
@@ -22,21 +30,32 @@ _CHROMA = np.array([[-37.797, -74.203, 112, 128 * 255], [112, -93.786, -18.214, 
 """Cb and Cr of 8-bit RGB and 1, limited range (ITU-R BT.601-7, section 2.5.1)."""
 
 
-def decode_jpeg(data: Any, out: UInt8 | None = None, *, apply_orientation: bool = True) -> UInt8:
+def decode_jpeg(
+    data: Any,
+    out: UInt8 | None = None,
+    *,
+    apply_orientation: bool = True,
+    header: JpegHeader | None = None,
+) -> UInt8:
     """Decode a JPEG file (any bytes-like object) to RGB: uint8 (H, W, 3), C-contiguous.
 
     With `out`, a writable uint8 (H, W, 3) array of the picture's size after rotation, the
     pixels land there and `out` is returned. `apply_orientation=False` leaves the EXIF
-    orientation aside and saves its scan.
+    orientation aside. `header` is what `read_header` made of `data`, where that is known.
 
     A file that libjpeg-turbo warns about is left to Pillow, which forgives stray bytes; one
-    whose pixels end early is refused by both. Raises ValueError with the decoder's reason.
+    whose pixels end early is refused by both, and one of more than MAX_SCANS scans before it
+    is decoded. Raises ValueError with the reason.
     """
-    turn = read_orientation(bytes(data)) if apply_orientation else 1
+    content = bytes(data)
+    if header is None:
+        header = read_header(content)
+    check_scans(content, header)
+    turn = header.orientation if apply_orientation else 1
     if turn == 1 and out is not None and out.flags.c_contiguous:
-        pixels = _decode(data, out)
+        pixels = _decode(content, out)
     else:
-        pixels = orient(_decode(data, None), turn)
+        pixels = orient(_decode(content, None), turn)
     if out is None:
         return np.ascontiguousarray(pixels)
     if pixels.shape != out.shape:
@@ -46,16 +65,27 @@ def decode_jpeg(data: Any, out: UInt8 | None = None, *, apply_orientation: bool 
     return out
 
 
-def _decode(data: Any, out: UInt8 | None) -> UInt8:
+def decode_strictly(data: Any, out: UInt8 | None = None) -> UInt8:
+    """Decode a JPEG file as it lies, of which nothing is forgiven: one that `encode_jpeg` made.
+
+    `out` is C-contiguous; the caller knows that its size is the file's. Raises ValueError for
+    whatever libjpeg-turbo warns about.
+    """
     try:
         pixels: UInt8 = simplejpeg.decode_jpeg(data, "RGB", buffer=out, strict=True)
     except ValueError as ex:
-        if "premature end" in str(ex).lower():
-            raise ValueError("truncated") from ex
-        return _decode_forgiving(bytes(data))
-    if out is not None and pixels.shape == out.shape:
-        return out
-    return pixels
+        early = "premature end" in str(ex).lower()
+        raise ValueError("truncated" if early else f"damaged ({ex})") from ex
+    return out if out is not None and pixels.shape == out.shape else pixels
+
+
+def _decode(data: bytes, out: UInt8 | None) -> UInt8:
+    try:
+        return decode_strictly(data, out)
+    except ValueError as ex:
+        if str(ex) == "truncated":
+            raise
+        return _decode_forgiving(data)
 
 
 def _decode_forgiving(data: bytes) -> UInt8:

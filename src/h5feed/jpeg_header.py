@@ -8,9 +8,19 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["JpegHeader", "read_header", "read_orientation"]
+__all__ = ["MAX_SCANS", "JpegHeader", "check_scans", "read_header"]
 
-_SOI, _SOS, _DRI, _APP1 = 0xD8, 0xDA, 0xDD, 0xE1
+MAX_SCANS = 100
+"""Most scans of a file that is decoded; encoders' own scripts make 10 or so.
+
+Every scan of a progressive file goes over all of the image, and may have next to no bytes: a small
+file of thousands keeps a decoder busy for minutes. libjpeg-turbo's authors describe it ("Two Issues
+with the JPEG Standard", 2015) and leave the limit to applications; their own tests take 500.
+"""
+
+_SOI, _EOI, _SOS, _DRI, _APP1 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1
+_SEQUENTIAL = (0xC0, 0xC1, 0xC9)
+_NEXT_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # not those without a segment
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD8)})
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ORIENTATION_TAG = 0x0112
@@ -84,12 +94,20 @@ def read_header(data: bytes) -> JpegHeader:
     raise ValueError("truncated JPEG header")
 
 
-def read_orientation(data: bytes) -> int:
-    """Return the orientation alone, 1 to 8; 1 where the header cannot be read."""
-    try:
-        return read_header(data).orientation
-    except ValueError:
-        return 1
+def check_scans(data: bytes, header: JpegHeader) -> None:
+    """Raise ValueError for a file of more than MAX_SCANS scans, without decoding any."""
+    if header.frame in _SEQUENTIAL and header.scan_components == header.components:
+        return  # one scan, and decoders refuse another
+    at, scans = header.scan_start, 1
+    while found := _NEXT_MARKER.search(data, at):
+        marker, at = data[found.start() + 1], found.end()
+        if marker in (_SOI, _EOI):
+            return
+        if marker == _SOS:
+            scans += 1
+            if scans > MAX_SCANS:
+                raise ValueError(f"it has more than {MAX_SCANS} scans, which no encoder writes")
+        at += int.from_bytes(data[at : at + 2], "big")
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:

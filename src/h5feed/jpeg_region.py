@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5feed.codec import decode_jpeg
+from h5feed.codec import decode_jpeg, decode_strictly
 from h5feed.jpeg_header import JpegHeader, read_header
 
-__all__ = ["decode_jpeg_region"]
+__all__ = ["Box", "decode_jpeg_region"]
 
 UInt8 = npt.NDArray[np.uint8]
 Box = tuple[int, int, int, int]
@@ -27,7 +27,9 @@ _SEQUENTIAL = (0xC0, 0xC1)
 _EOI = 0xD9
 
 
-def decode_jpeg_region(data: Any, box: Box, scratch: UInt8 | None = None) -> tuple[UInt8, int, int]:
+def decode_jpeg_region(
+    data: Any, box: Box, scratch: UInt8 | None = None, *, ours: JpegHeader | None = None
+) -> tuple[UInt8, int, int]:
     """Decode at least the pixels of `box` (top, left, height, width) of a JPEG file.
 
     Returns (pixels, top, left): RGB uint8 (h, w, 3), C-contiguous, whose pixel (0, 0) is the
@@ -35,23 +37,28 @@ def decode_jpeg_region(data: Any, box: Box, scratch: UInt8 | None = None) -> tup
     orientation is not applied, and `box` is one of the picture as stored.
 
     `scratch`, uint8 (n,), is where the pixels land if they fit: fresh memory costs up to half
-    as much again as the decoding (page faults). Raises ValueError with the reason; damage
-    outside the region goes unnoticed.
+    as much again as the decoding (page faults). `ours` is the header of a file that `encode_jpeg`
+    made, of which nothing is forgiven. Raises ValueError with the reason; damage outside the
+    region goes unnoticed.
     """
     data = bytes(data)
-    header = read_header(data)
+    header = read_header(data) if ours is None else ours
     region = _Region.around(header, box)
     if _can_splice(header) and not region.is_whole:
         spliced = _splice(data, header, region)
         if spliced is not None:
             out = _room(scratch, region.height, region.width)
             try:
-                pixels = decode_jpeg(spliced, out, apply_orientation=False)
-                return pixels, region.top, region.left
+                return _decode(spliced, out, ours), region.top, region.left
             except ValueError:
                 pass  # the whole file decides, and says what is wrong
-    out = _room(scratch, header.height, header.width)
-    return decode_jpeg(data, out, apply_orientation=False), 0, 0
+    return _decode(data, _room(scratch, header.height, header.width), ours), 0, 0
+
+
+def _decode(data: Any, out: UInt8 | None, ours: JpegHeader | None) -> UInt8:
+    if ours is not None:
+        return decode_strictly(data, out)
+    return decode_jpeg(data, out, apply_orientation=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

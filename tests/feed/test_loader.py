@@ -14,8 +14,8 @@ from torch.utils.data import (
 )
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
-from h5feed.feed import fields
 from h5feed.feed.fields import Augmented, WholeItems
+from h5feed.feed.picture import JpegItems
 from h5feed.feed.random import Draws
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
 from packed import random_images, write_packed
@@ -227,15 +227,15 @@ def test_views_differ_and_each_is_a_function_of_the_sample(ds, on):
 @pytest.mark.parametrize(
     ("kind", "on", "decode"),
     [
-        ("jpeg", "cpu", "decode_jpeg_region"),
-        ("original", "cpu", "decode_jpeg"),
-        ("jpeg", "device", "decode_jpeg"),
+        ("jpeg", "cpu", "decode_region"),
+        ("original", "cpu", "decode"),
+        ("jpeg", "device", "decode"),
     ],
 )
 def test_views_are_made_of_one_decoding(tmp_path, monkeypatch, kind, on, decode):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    real, calls = getattr(fields, decode), []
-    monkeypatch.setattr(fields, decode, lambda *args: (calls.append(1), real(*args))[1])
+    real, calls = getattr(JpegItems, decode), []
+    monkeypatch.setattr(JpegItems, decode, lambda *args: (calls.append(1), real(*args))[1])
     load(ds, augment=CROP, views=3, augment_on=on)
     assert len(calls) == 12
 
@@ -514,7 +514,7 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
     batches = BatchSampler(SequentialSampler(ds), 5, drop_last=False)  # 5, 5 and 2
     with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
         iter(H5Loader(ds, 4, sampler=batches))
-    ds.transform = lambda image: image
+    ds = H5Dataset(ds.pixels.paths, transform=lambda image: image, aspect="source")
     with pytest.raises(UsageError, match="use make_dataloader"):
         H5Loader(ds, 4)
 

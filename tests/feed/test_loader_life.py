@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, augment
+from h5feed.codec import encode_jpeg
 from h5feed.feed.fields import Augmented
+from h5feed.jpeg_header import read_header
 from h5feed.store.layout import Columns
 from h5feed.store.write import finalize, head_bytes
 from loaders import by_index, loader_threads, wait_until, write_kind
@@ -218,6 +220,32 @@ def test_skip_puts_the_next_whole_sample_in_its_place(tmp_path, encoding, on):
             assert label == expected[index][1]
 
 
+def half_as_high(data):
+    at = read_header(data).height_at
+    return data[:at] + bytes([0, 16]) + data[at + 2 :]
+
+
+def huge(data):
+    at = read_header(data).height_at
+    return data[:at] + bytes.fromhex("ffdcffdc") + data[at + 4 :]
+
+
+@pytest.mark.parametrize("encoding", ["jpeg", "original"])
+@pytest.mark.parametrize("change", [half_as_high, huge])
+def test_skip_covers_headers_that_lie(tmp_path, encoding, change):
+    data = [encode_jpeg(smooth(32, 32, seed), 90) for seed in range(8)]
+    data[3] = change(data[3])
+    spec = image_spec(encoding, (0, 0) if encoding == "original" else (32, 32))
+    ds = H5Dataset(
+        write_packed(tmp_path / "a.h5", data, spec=spec, stored_shapes=np.full((8, 2), 32, "i4"))
+    )
+    with H5Loader(ds, 4, augment=CROP, shuffle=False, on_error="skip", with_index=True) as loader:
+        assert [i for *_, found in loader for i in found.tolist()] == [0, 1, 2, 0, 4, 5, 6, 7]
+    text = r"item 3 .* its header says .* says 32x32"
+    with H5Loader(ds, 4, augment=CROP) as loader, pytest.raises(DamagedItemError, match=text):
+        list(loader)
+
+
 def test_skip_needs_one_whole_sample(tmp_path):
     ds = H5Dataset(write_damaged(tmp_path / "a.h5", damaged=range(4, 8)))
     with H5Loader(ds, 4, augment=CROP, shuffle=False, on_error="skip") as loader:
@@ -365,7 +393,9 @@ def test_ctrl_c_ends_a_loop_at_once(ds):
 def test_ctrl_c_while_waiting_keeps_the_loader_whole(ds):
     body = """
     import os, signal, threading
-    from h5feed.feed.fields import Augmented
+    from h5feed.codec import encode_jpeg
+from h5feed.feed.fields import Augmented
+from h5feed.jpeg_header import read_header
     fill = Augmented.fill
     Augmented.fill = lambda *args: (time.sleep(0.3), fill(*args))
     passed, seen = iter(loader), 0

@@ -11,7 +11,8 @@ from torchvision.transforms.v2 import functional as F
 from h5feed.codec import encode_jpeg, nv12_to_rgb, rgb_to_nv12
 from h5feed.errors import DamagedItemError
 from h5feed.feed.dataset import H5Dataset
-from h5feed.feed.picture import source_size
+from h5feed.feed.picture import JpegItems, source_size
+from h5feed.jpeg_header import read_header
 from mapped import is_view
 from packed import image_spec, random_images, write_packed
 
@@ -180,7 +181,10 @@ def test_a_damaged_item_names_file_key_and_index(damaged):
     text = re.escape(f"{path}: item 1 of /images (key '1/ü1.png') cannot be decoded: ")
     with pytest.raises(DamagedItemError, match=text + ".*; check-h5 lists every damaged item"):
         ds[2]
-    text = re.escape(f"{path}: item 3 of /images (key '1/ü3.png') decodes to 16x32, and the file")
+    text = re.escape(
+        f"{path}: item 3 of /images (key '1/ü3.png') cannot be decoded: "
+        "its header says 16x32, and the packed file says 32x32"
+    )
     with pytest.raises(DamagedItemError, match=text):
         ds[4]
     assert ds[3][0].shape == (3, 32, 32)
@@ -190,3 +194,63 @@ def test_a_damaged_item_is_named_through_a_worker(damaged):
     loader = DataLoader(H5Dataset(damaged[0]), 2, num_workers=1)
     with pytest.raises(DamagedItemError, match="item 1 of /images"):
         list(loader)
+
+
+def test_no_wrong_bit_of_a_header_gives_a_picture(tmp_path):
+    good = [encode_jpeg(ramp(24, 32, seed), 90) for seed in range(2)]
+    path = write_packed(
+        tmp_path / "j.h5",
+        good,
+        spec=image_spec("jpeg", (24, 32)),
+        stored_shapes=np.int32([[24, 32]] * 2),
+    )
+    ds = H5Dataset(path)
+    wanted = [ds[i][0] for i in range(2)]
+    header = good[1].index(b"\xff\xda") + 14
+    for bit in range(8 * header):
+        broken = np.frombuffer(good[1], np.uint8).copy()
+        broken[bit // 8] ^= 1 << bit % 8
+        ds.pixels.item = lambda field, index, data=broken: data
+        with pytest.raises(DamagedItemError, match=r"item 1 of /images .* cannot be decoded: "):
+            ds[1]
+        if bit % 5 == 0:
+            with pytest.raises(ValueError, match=r"its header|its bytes|JPEG"):
+                JpegItems(ds.pixels, "images").decode(1)  # which knows no header yet
+        del ds.pixels.item
+    assert all(torch.equal(ds[i][0], image) for i, image in enumerate(wanted))
+
+
+def crafted(tmp_path, data, store="jpeg", size=(32, 32)):
+    """A sound file, checksums and all, whose one item is `data`."""
+    spec = image_spec(store, size if store == "jpeg" else (0, 0))
+    return write_packed(tmp_path / "c.h5", [data], spec=spec, stored_shapes=np.int32([size]))
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
+def test_what_pack_h5_does_not_encode_is_refused_with_a_right_checksum(tmp_path, mode):
+    target = io.BytesIO()
+    Image.fromarray(ramp(32, 32)).convert(mode).save(target, "jpeg", progressive=mode == "RGB")
+    text = "cannot be decoded: it is no baseline JPEG of three components"
+    with pytest.raises(DamagedItemError, match=text):
+        H5Dataset(crafted(tmp_path, target.getvalue()))[0]
+
+
+@pytest.mark.parametrize("store", ["jpeg", "original"])
+def test_a_jpeg_of_another_size_is_refused_before_it_is_decoded(tmp_path, monkeypatch, store):
+    bomb = bytearray(encode_jpeg(ramp(32, 32), 90))
+    at = read_header(bytes(bomb)).height_at
+    bomb[at : at + 4] = bytes.fromhex("ffdcffdc")  # 65500x65500
+    ds = H5Dataset(crafted(tmp_path, bytes(bomb), store))
+    monkeypatch.setattr("simplejpeg.decode_jpeg", None)
+    monkeypatch.setattr("h5feed.codec._decode_forgiving", None)
+    text = "its header says 65500x65500, and the packed file says 32x32"
+    with pytest.raises(DamagedItemError, match=text):
+        ds[0]
+
+
+def test_an_original_of_thousands_of_scans_is_refused(tmp_path):
+    data = jpeg_bytes(ramp(32, 32), progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    ds = H5Dataset(crafted(tmp_path, data[:-2] + last * 3000 + data[-2:], "original"))
+    with pytest.raises(DamagedItemError, match="it has more than 100 scans, which no encoder wr"):
+        ds[0]

@@ -307,6 +307,13 @@ def test_zero_height_is_refused():
     assert refused(png_header(0, 5)).reason == "damaged"
 
 
+def test_thousands_of_scans_are_refused_and_said():
+    data = jpeg_bytes(smooth(40, 64), progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    with pytest.raises(DecodeError, match=r"^damaged \(it has more than 100 scans, which no enc"):
+        decode_rgb(data[:-2] + last * 3000 + data[-2:])
+
+
 def test_the_error_travels_between_processes():
     error = pickle.loads(pickle.dumps(DecodeError("truncated", "at 5")))
     assert isinstance(error, H5FeedError)

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5feed.augment import Params, Pipeline
-from h5feed.codec import decode_jpeg
 from h5feed.errors import DamagedItemError
+from h5feed.feed.picture import JpegItems
 from h5feed.feed.slots import Ring, Slot
 from h5feed.feed.source import Pixels
 from h5feed.feed.substitute import GO_ON
-from h5feed.jpeg_region import decode_jpeg_region
 
 __all__ = ["Field"]
 
@@ -80,12 +79,16 @@ class Decoded(Field):
 
     decodes = True
 
+    def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
+        super().__init__(pixels, name, rings)
+        self._items = JpegItems(pixels, name)
+
     def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
         """Decode whole items."""
         first, *others = slots
         for k, index in enumerate(indices.tolist(), k0):
             try:
-                decode_jpeg(self.pixels.item(self.name, index), first.rows[k])
+                self._items.decode(index, first.rows[k])
             except ValueError as ex:
                 raise self.damaged(index, ex) from ex
             for slot in others:
@@ -146,8 +149,7 @@ class DecodedAndAugmented(Field):
     ) -> None:
         super().__init__(pixels, name, rings)
         self._pipeline = pipeline
-        # Only files that we encoded have the restart markers that make a part worth the search.
-        self._partly = pixels.specs[name].encoding == "jpeg"
+        self._items = JpegItems(pixels, name)
         self._shapes = pixels.stored_shapes
         self._threads = threading.local()
 
@@ -169,13 +171,11 @@ class DecodedAndAugmented(Field):
 
     def _decode(self, index: int, box: list[int]) -> tuple[Picture, int, int]:
         """Return pixels of an item that hold `box`, and where in the picture they begin."""
-        data = self.pixels.item(self.name, index)
         height, width = self._shapes[index].tolist()
-        scratch = self._scratch(height * width * 3)
-        if not self._partly:
-            return decode_jpeg(data, scratch.reshape(height, width, 3)), 0, 0
         top, left, tall, wide = box
-        return decode_jpeg_region(data, (top, left, tall, wide), scratch)
+        return self._items.decode_region(
+            index, (top, left, tall, wide), self._scratch(height * width * 3)
+        )
 
     def _scratch(self, size: int) -> Picture:
         """Return uint8 (size,): fresh memory costs up to half as much again as the decoding."""

@@ -1,6 +1,7 @@
 """One or several packed files as one row of items: where every item lies, and views of it."""
 
 import os
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,10 @@ from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.files import FilePath, check_alike, joint_fingerprint
 from h5feed.store import Extent, FieldSpec, FileIndex, Mapping
 
-__all__ = ["Pixels"]
+__all__ = ["BYTES_CHANGED", "Pixels"]
+
+BYTES_CHANGED = "its bytes are not those that were packed"
+"""What is wrong with an item of another checksum."""
 
 Indices = npt.NDArray[np.int64]
 _PAGE = 4096
@@ -145,6 +149,13 @@ class Pixels:
         number, start, length = self._ranges(field, np.asarray(indices, np.int64))
         middles = zip(number.tolist(), (start + length // 2).tolist(), strict=True)
         return all(self._mappings[file].in_memory(address) for file, address in middles)
+
+    def is_intact(self, index: int) -> bool:
+        """Whether an item, all fields of it, has the checksum it was packed with (1 GB/s)."""
+        crc = 0
+        for field in self.specs:
+            crc = zlib.crc32(self.item(field, index).data, crc)
+        return crc == int(self.crc32[index])
 
     def damaged(self, field: str, index: int, what: str, then: str = "") -> DamagedItemError:
         """Make the error that names file, field, index in that file, and key of an item."""

@@ -148,7 +148,7 @@ def _reason(ex: Exception) -> tuple[str, str]:
         return TRUNCATED, ""
     if isinstance(ex, SyntaxError) and text.startswith("not a"):
         return NOT_A_PICTURE, ""
-    return DAMAGED, ""
+    return DAMAGED, str(ex) if "scans" in text else ""
 
 
 def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:

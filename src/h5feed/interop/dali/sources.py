@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from h5feed.augment.crop_cpu import Scratch
 from h5feed.augment.nv12 import nv12_box
 from h5feed.codec import encode_jpeg
 from h5feed.errors import DamagedItemError
-from h5feed.feed.source import Pixels
+from h5feed.feed.source import BYTES_CHANGED, Pixels
 from h5feed.feed.substitute import GO_ON
 from h5feed.interop.dali._library import dali, fn, types
 from h5feed.interop.dali.parts import Box, Port
@@ -112,12 +111,7 @@ class _Encoded:
         """
         if index in self._unreadable:
             return "DALI's decoder refuses it"
-        value = 0
-        for name in self._pixels.specs:
-            value = zlib.crc32(self._pixels.item(name, index).data, value)
-        if value != self._pixels.crc32[index]:
-            return "its bytes are not those that were packed"
-        return None
+        return None if self._pixels.is_intact(index) else BYTES_CHANGED
 
     def feed(self, indices: Indices, params: Params, blank: Collection[int]) -> list[Any]:
         """Return views of the items, the region to decode, and each view's box within."""
