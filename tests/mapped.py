@@ -11,6 +11,4 @@ def maps_of(path):
 
 def is_view(path, address, length=1):
     """Whether these bytes of memory are the mapped file's."""
-    spans = maps_of(path)
-    low, high = min(first for first, _ in spans), max(last for _, last in spans)
-    return low <= address and address + length <= high
+    return any(low <= address and address + length <= high for low, high in maps_of(path))

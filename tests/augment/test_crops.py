@@ -1,9 +1,13 @@
+import warnings
+
 import numpy as np
 import pytest
+import torch
 
 from augment.draws import FakeDraws, Given
 from augment.judge import assert_close, assert_drawn_alike, assert_independent, images, planar, run
 from h5feed.augment import CenterCrop, Pipeline, RandomCrop, Resize
+from h5feed.augment.crop_cpu import readable
 from h5feed.errors import UsageError
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -113,3 +117,17 @@ def test_images_of_several_sizes_make_no_batch():
     source = np.array([[40, 60], [60, 60]])
     with pytest.raises(UsageError, match="makes images of several sizes, one of 30x45: end with"):
         run([Resize(30)], images(2, 40, 40), FakeDraws([0, 1]), source=source)
+
+
+def test_torch_reads_read_only_pixels_in_place_without_a_warning():
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    pixels.flags.writeable = False
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensor = readable(pixels)
+    finally:
+        torch.set_warn_always(False)
+    assert tensor.data_ptr() == pixels.ctypes.data
+    assert tensor.tolist() == pixels.tolist()

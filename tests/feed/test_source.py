@@ -67,13 +67,22 @@ def test_one_fingerprint_for_all_files_together(shards):
     assert two.fingerprint != Pixels([paths[1], paths[0]]).fingerprint
 
 
-def test_restore_shows_the_file_again(shards):
+def test_what_is_read_here_cannot_be_written_to(shards):
+    pixels = Pixels(shards[0])
+    with pytest.raises(ValueError, match="read-only"):
+        pixels.item("images", 6)[:] = 0
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        pixels.item("images", 6).flags.writeable = True
+
+
+def test_writable_items_of_several_files(shards):
     paths, images = shards
     pixels = Pixels(paths)
-    pixels.item("images", 6)[:] = 0
-    assert (pixels.item("images", 6) == 0).all()
-    pixels.restore("images", 6)
-    assert np.array_equal(pixels.item("images", 6), images[6])
+    for index, image in enumerate(images):
+        item = pixels.writable("images", index)
+        assert np.array_equal(item, image)
+        item[:] = 0
+        assert np.array_equal(pixels.item("images", index), image)
 
 
 def announced(pixels, indices):

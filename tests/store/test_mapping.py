@@ -9,6 +9,8 @@ import pytest
 
 from h5feed.errors import H5FormatError
 from h5feed.store import Mapping, PackedFile
+from h5feed.store import mapping as mapping_module
+from mapped import is_view, maps_of
 from packed import image_spec, random_images, write_packed
 
 
@@ -34,27 +36,104 @@ def test_items_and_whole_are_views_of_one_mapping(opened, images):
         assert np.shares_memory(item, whole)
 
 
-def test_a_write_stays_private_and_restore_takes_it_back(opened, images):
+def test_what_is_written_is_kept_by_its_holder_and_read_by_nobody_else(opened, images):
     index, mapping = opened
     extent = index.extents["images"]
     before = Path(index.path).read_bytes()
-    mapping.item(extent, 2)[:] = 7
-    assert (Mapping(index.path).item(extent, 2) == images[2]).all()
-    assert Path(index.path).read_bytes() == before
-    mapping.restore(*extent.item_range(2))
+    held = mapping.writable(extent, 2)
+    assert is_view(index.path, held.ctypes.data, held.nbytes)
+    held[:] = 7
+    assert np.array_equal(mapping.writable(extent, 2), images[2])
     assert np.array_equal(mapping.item(extent, 2), images[2])
-    assert np.array_equal(mapping.item(extent, 1), images[1])
+    assert np.array_equal(mapping.writable(extent, 1), images[1])
+    assert (held == 7).all()
+    assert Path(index.path).read_bytes() == before
 
 
-def test_restore_leaves_a_neighbor_on_the_same_page_alone(tmp_path):
+def test_one_byte_written_makes_a_page_the_process_s_own(opened, images):
+    index, mapping = opened
+    extent = index.extents["images"]  # of three pages an item
+    for at in ((0, 0, 0), (31, 3, 1), (63, 63, 2)):
+        mapping = Mapping(index.path)
+        mapping.writable(extent, 3)[at] ^= 255
+        assert np.array_equal(mapping.writable(extent, 3), images[3])
+
+
+def test_a_neighbor_on_the_same_page_keeps_what_its_holder_wrote(tmp_path):
     images = random_images(3, (8, 8))
     mapping = Mapping(write_packed(tmp_path / "small.h5", images))
     extent = mapping.index.extents["images"]
-    mapping.item(extent, 1)[:] = 1
-    mapping.item(extent, 2)[:] = 2  # as another thread's transform would
-    mapping.restore(*extent.item_range(1))
-    assert np.array_equal(mapping.item(extent, 1), images[1])
-    assert (mapping.item(extent, 2) == 2).all()
+    first, second = mapping.writable(extent, 1), mapping.writable(extent, 2)
+    first[:], second[:] = 1, 2
+    assert np.array_equal(mapping.writable(extent, 1), images[1])
+    assert (first == 1).all()
+    assert (second == 2).all()
+
+
+def test_whoever_writes_into_all_it_reads_fills_no_memory(tmp_path):
+    path = write_packed(tmp_path / "many.h5", random_images(300, (64, 64)))
+    for late in (0, 40):  # reads between an item's reading and its writing
+        mapping, held, views = Mapping(path), [], 0
+        extent = mapping.index.extents["images"]
+        for i in range(300):
+            held.append(mapping.writable(extent, i))
+            views += is_view(path, held[-1].ctypes.data)
+            if len(held) > late:
+                held.pop(0)[:] = 0
+        assert views <= 72 + late
+
+
+def test_while_nobody_writes_everything_is_a_view(opened):
+    index, mapping = opened
+    extent = index.extents["images"]
+    for i in [*range(6)] * 50:
+        item = mapping.writable(extent, i)
+        assert is_view(index.path, item.ctypes.data, item.nbytes)
+
+
+def test_the_mapping_that_was_written_into_goes_with_its_last_view(opened):
+    index, mapping = opened
+    extent = index.extents["images"]
+    held = mapping.writable(extent, 0)
+    held[:] = 0
+    assert len(maps_of(index.path)) > 1
+    mapping.writable(extent, 0)
+    del held
+    assert len(maps_of(index.path)) == 1
+
+
+@pytest.mark.parametrize("lacking", ["pagemap", "memory"])
+def test_where_the_system_cannot_tell_or_reserves_items_are_copies(
+    opened, images, lacking, monkeypatch
+):
+    index, mapping = opened
+    extent = index.extents["images"]
+    if lacking == "pagemap":
+        monkeypatch.setattr(mapping_module, "_pagemap", None)
+    else:  # as vm.overcommit_memory=2 does with a file larger than what is left to commit
+        monkeypatch.setattr(mapping_module, "_map", refuse_writable(mapping_module._map))
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            mapping.writable_whole(extent)
+    for i in (2, 2, 5):
+        item = mapping.writable(extent, i)
+        assert np.array_equal(item, images[i])
+        assert not is_view(index.path, item.ctypes.data)
+        item[:] = 0
+
+
+def refuse_writable(really):
+    def refuse(fd, size, *, writable=False):
+        if writable:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return really(fd, size)
+
+    return refuse
+
+
+def test_a_mapping_that_cannot_be_is_an_error(opened):
+    index, _ = opened
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        mapping_module._map(-1, index.size)
 
 
 def test_views_outlive_the_mapping(opened, images):
@@ -112,6 +191,16 @@ def test_descriptors_are_closed(opened):
             Mapping(index.path)
         errors.append(caught.value)  # and the frames it passed through
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_an_open_file_takes_one_descriptor(opened):
+    index, _ = opened
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    several = [Mapping(index.path) for _ in range(10)]
+    for mapping in several:
+        mapping.writable(index.extents["images"], 0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 10
 
 
 def test_items_of_their_own_size(tmp_path):

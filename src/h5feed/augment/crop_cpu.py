@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["FLIP_CODES", "Image", "Scratch", "crop_image", "crop_mask", "place", "resized"]
+__all__ = [
+    "FLIP_CODES",
+    "Image",
+    "Scratch",
+    "crop_image",
+    "crop_mask",
+    "place",
+    "readable",
+    "resized",
+]
 
 Image = NDArray[Any]
 """(H, W, C) or (H, W), rows contiguous."""
@@ -36,6 +45,21 @@ class Scratch:
         return self._last
 
 
+class _Shown:
+    def __init__(self, array: Image) -> None:
+        self._array = array  # lives as long as what is shown of it
+        interface = array.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+
+
+def readable(array: Image) -> torch.Tensor:
+    """Return a tensor of the same memory, for reading only.
+
+    Torch has no read-only tensors, and warns of memory that may not be written to.
+    """
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Shown(array)))
+
+
 def _antialiased(src: Image, height: int, width: int) -> Image:
     """Return `src` (h, w) or (h, w, C) uint8 as torchvision's antialiased bilinear makes it.
 
@@ -44,11 +68,10 @@ def _antialiased(src: Image, height: int, width: int) -> Image:
     contiguous pixels: its own copy of a crop goes through OpenMP, whose teams, one per calling
     thread, then fight for the cores (seen: 5,000 us an image instead of 120).
     """
-    # torch warns of memory that may not be written to, and would be right to: hence require's W
-    pixels = np.require(src, requirements=["C", "W"]).reshape(*src.shape[:2], -1)
+    pixels = np.ascontiguousarray(src).reshape(*src.shape[:2], -1)
     # Batch axis first, then the permute: the other way round torch does not see that the memory
     # is channels_last, and makes planes at twice the cost.
-    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+    batch = readable(pixels)[None].permute(0, 3, 1, 2)
     made = torch.nn.functional.interpolate(
         batch, (height, width), mode="bilinear", antialias=True, align_corners=False
     )

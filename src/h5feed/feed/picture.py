@@ -1,6 +1,7 @@
 """What a stored item is to Python code: pixels of a picture, as array, tensor or PIL image."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import cv2
@@ -35,7 +36,7 @@ def picture_reader(
     (H, W, C) or (H, W), read-only; "pil": an RGB or L image. Views of the file wherever the
     field is raw and nothing is resized (an RGB image of PIL is always a copy).
     """
-    read = _stored_reader(pixels, field)
+    read = _stored_reader(pixels, field, writable=output == "tensor")
     if aspect == "source":
         read = _true_proportions(pixels, field, read)
     if pixels.specs[field].channels == 1:
@@ -79,11 +80,11 @@ def first_squeezed(pixels: Pixels) -> int | None:
     return None
 
 
-def _stored_reader(pixels: Pixels, field: str) -> Callable[[int], Picture]:
+def _stored_reader(pixels: Pixels, field: str, *, writable: bool) -> Callable[[int], Picture]:
     """Item → (H, W, C) as stored."""
     encoding = pixels.specs[field].encoding
     if encoding == "raw":
-        return lambda index: pixels.item(field, index)
+        return partial(pixels.writable if writable else pixels.item, field)
     if encoding == "yuv420":
         return lambda index: nv12_to_rgb(pixels.item(field, index))
     items = JpegItems(pixels, field)
@@ -213,10 +214,6 @@ def _without_channel(read: Callable[[int], Picture]) -> Callable[[int], Picture]
 def _as_tensor(picture: Picture) -> torch.Tensor:
     if picture.ndim == 3:
         picture = picture.transpose(2, 0, 1)
-    if torch.is_inference_mode_enabled():
-        # An inference tensor has no version counter, which would blind the guard against writes.
-        with torch.inference_mode(False):
-            return torch.from_numpy(picture)
     return torch.from_numpy(picture)
 
 

@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from h5feed.augment.crop_cpu import readable
 from h5feed.feed.device import Lane
 from h5feed.feed.source import Pixels
 
@@ -71,7 +72,7 @@ def _copy(pixels: Pixels, written: torch.Tensor) -> None:
     """Copy the images of all files, one after another, into uint8 (bytes,)."""
     at = 0
     for file in pixels.wholes("images"):
-        source = torch.from_numpy(file.reshape(-1))
+        source = readable(file.reshape(-1))
         for begin in range(0, len(source), _PIECE):
             piece = source[begin : begin + _PIECE]
             written[at : at + len(piece)].copy_(piece)

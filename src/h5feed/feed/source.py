@@ -73,25 +73,31 @@ class Pixels:
         return number, index - self._starts[number]
 
     def item(self, field: str, index: int) -> npt.NDArray[np.uint8]:
-        """Return one item of a field as a uint8 view of the file, without a copy.
+        """Return one item of a field as a read-only uint8 view of the file, without a copy.
 
         Shape (H, W, C) for raw, (H·3/2, W) for yuv420 (NV12), (bytes,) for encoded fields.
-        Writable: what is written stays in this process, until `restore`.
         """
         number, local = self.locate(index)
         return self._readers[field][number](local)
 
-    def restore(self, field: str, index: int) -> None:
-        """Make an item that this process has written into show the file's bytes again."""
+    def writable(self, field: str, index: int) -> npt.NDArray[np.uint8]:
+        """Return the same as memory of the caller's own; see Mapping.writable."""
         number, local = self.locate(index)
-        extent = self._indexes[number].extents[field]
-        self._mappings[number].restore(*extent.item_range(local))
+        return self._mappings[number].writable(self._indexes[number].extents[field], local)
 
     def whole(self, field: str) -> npt.NDArray[np.uint8]:
         """Return a fixed field of a single file as one view, shape (N, H, W, C) or NV12."""
         if len(self.paths) > 1 or not self.specs[field].is_fixed:
             raise UsageError(f"field {field!r} of {self.name} is not one array of one size")
         return self.wholes(field)[0]
+
+    def writable_whole(self, field: str) -> npt.NDArray[np.uint8]:
+        """Return what `whole` does as memory of the caller's own.
+
+        Raises OSError where the system gives no memory for that.
+        """
+        self.whole(field)  # raises what is to be raised
+        return self._mappings[0].writable_whole(self._indexes[0].extents[field])
 
     def wholes(self, field: str) -> list[npt.NDArray[np.uint8]]:
         """Return a fixed field as one view for each file, shape (N, H, W, C) or NV12."""

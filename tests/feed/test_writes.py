@@ -1,13 +1,16 @@
+import errno
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, random_split
 
+from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
-from h5feed.feed.guard import Guard
+from h5feed.feed.loader import H5Loader
+from mapped import is_view
 from packed import random_images, write_packed
 
 SIZES = [(16, 16), (64, 64)]  # five items on a page, and three pages an item
@@ -142,19 +145,7 @@ def test_a_random_writer_draws_the_same_under_the_same_seed(packed):
     assert all(map(torch.equal, *epochs))
 
 
-def test_a_transform_that_only_reads_gets_the_view_itself(packed):
-    path, _ = packed
-    ds = H5Dataset(path, transform=lambda image: image)
-    for i in range(8):
-        ds[i]
-    plain = H5Dataset(path)
-    again = ds[9][0]
-    assert again.untyped_storage().nbytes() == plain[9][0].untyped_storage().nbytes()
-    again[:] = 0  # seen through the same pages, so it is the view
-    assert (ds[9][0] == 0).all()
-
-
-def test_masks_are_guarded_too(tmp_path):
+def test_masks_are_the_file_s_too(tmp_path):
     images = random_images(20, (16, 16))
     masks = [image[:, :, :1].copy() for image in images]
     path = write_packed(tmp_path / "m.h5", images, masks=masks)
@@ -189,10 +180,99 @@ def test_in_a_dataloader_every_epoch_is_the_same(packed, workers):
         assert same(torch.cat([batch for batch, _ in loader]), [~image for image in images])
 
 
-def test_the_guard_stops_copying_what_is_only_read():
-    copies = []
-    guard = Guard(lambda view: copies.append(view.data_ptr()) or view, lambda index: None)
-    view = torch.zeros(4, dtype=torch.uint8)
-    for _ in range(20):
-        guard(view, 0)
-    assert [pointer == view.data_ptr() for pointer in copies] == [False] * 8 + [True] * 12
+class Painting(Dataset):
+    """Someone's wrapper that paints into the image it is given."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        image, label = self.inner[index]
+        image[:, 2:9, 3:].bitwise_not_()
+        return image, label
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrapper_around_a_split_eats_no_image(packed, workers):
+    path, _ = packed
+    part, _ = random_split(H5Dataset(path), [30, 10], torch.Generator().manual_seed(0))
+    loader = DataLoader(Painting(part), 8, num_workers=workers, persistent_workers=workers > 0)
+    epochs = [torch.cat([batch for batch, _ in loader]) for _ in range(3)]
+    assert torch.equal(epochs[1], epochs[0])
+    assert torch.equal(epochs[2], epochs[0])
+    wanted = torch.stack([image.clone() for image, _ in H5Dataset(path)])[part.indices]
+    wanted[:, :, 2:9, 3:].bitwise_not_()
+    assert torch.equal(epochs[0], wanted)
+
+
+WRITES = {
+    "torch": lambda image: image.zero_(),
+    "numpy": lambda image: np.copyto(image.numpy(), 0),
+    "data": lambda image: image.data.fill_(0),
+    "one pixel": lambda image: image[2, 15, 15].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_who_writes_into_an_item_has_it_alone(packed, write):
+    path, images = packed
+    ds = H5Dataset(path)
+    held = [ds[i][0] for i in range(40)]
+    write(held[3])
+    kept = held[3].clone()
+    assert torch.equal(ds[3][0], chw(images[3]))
+    ds[3][0].zero_()
+    assert torch.equal(ds[3][0], chw(images[3]))
+    assert torch.equal(held[3], kept)
+    assert same([image for image, _ in ds], images)
+
+
+def test_forked_workers_do_not_inherit_what_was_written(packed):
+    path, images = packed
+    ds = H5Dataset(path)
+    for image in [image for image, _ in ds]:
+        image.zero_()
+    loader = DataLoader(ds, 8, num_workers=1, multiprocessing_context="fork")
+    assert same(torch.cat([batch for batch, _ in loader]), images)
+
+
+def test_h5loader_reads_what_the_file_has(packed):
+    path, images = packed
+    ds = H5Dataset(path)
+    for image in [image for image, _ in ds]:
+        image.zero_()
+    ds.images.zero_()
+    for batch, _, indices in H5Loader(ds, 8, with_index=True):
+        assert same(batch, [images[i] for i in indices])
+
+
+def test_all_images_at_once_are_the_file_s_at_every_access(packed):
+    path, images = packed
+    ds = H5Dataset(path)
+    whole = ds.images
+    whole.zero_()
+    assert same(ds.images, images)
+    assert same([image for image, _ in ds], images)
+    assert not whole.any()
+
+
+def test_while_nobody_writes_every_image_is_a_view(packed):
+    path, _ = packed
+    ds = H5Dataset(path, transform=lambda image: image)
+    for _ in range(5):
+        assert all(is_view(path, image.data_ptr(), image.nbytes) for image, _ in ds)
+
+
+def test_no_memory_for_all_images_at_once_is_one_sentence(packed, monkeypatch):
+    path, _ = packed
+    ds = H5Dataset(path)
+
+    def refuse(field):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(ds.pixels, "writable_whole", refuse)
+    with pytest.raises(UsageError, match=r"a\.h5 \(Cannot allocate memory; vm.ov.*; use ds\[i\]"):
+        ds.images  # noqa: B018
