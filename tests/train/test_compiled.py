@@ -75,6 +75,19 @@ def test_a_run_scores_through_the_backend_and_trains_without(registered, tmp_pat
     assert all(not node.requires_grad for graph in registered for node in graph.buffers())
 
 
+def test_compile_reaches_training_and_scoring(tmp_path, monkeypatch):
+    seen = []
+
+    def recorded(net, **how):
+        seen.append((net.training, how))
+        return net
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    config = make_config(tmp_path, compile="max-autotune", epochs=2)
+    train(config, make_data(config))
+    assert seen == [(True, {"mode": "max-autotune"})] * 3  # the step, and each epoch's scoring
+
+
 def test_an_unknown_backend_is_refused_before_training(tmp_path):
     config = make_config(tmp_path / "run", compile_backend="magic")
     with pytest.raises(UsageError, match=r"--compile-backend 'magic' is not known .* inductor"):

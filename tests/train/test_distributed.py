@@ -1,6 +1,8 @@
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,39 @@ def fail_on_rank_one(_):
 def test_an_error_of_any_process_is_raised_once_and_ends_the_others():
     with pytest.raises(UsageError, match=r"^--lr 7 is odd$"):
         start(fail_on_rank_one, None, 2)
+
+
+def wait_to_be_ended(folder):
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+    import time
+
+    time.sleep(60)
+
+
+def test_an_interrupt_of_the_parent_alone_ends_the_others(tmp_path):
+    def pids():
+        written = [tmp_path / rank for rank in "01"]
+        return [int(path.read_text() or 0) for path in written if path.exists()]
+
+    def interrupt():
+        while len(pids()) < 2 or 0 in pids():
+            if done.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    done, before = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    sender = threading.Thread(target=interrupt)
+    try:
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            start(wait_to_be_ended, tmp_path, 2)
+    finally:
+        done.set()
+        sender.join()
+        signal.signal(signal.SIGINT, before)
+    for pid in pids():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_torchrun_starts_the_same_run(tmp_path):

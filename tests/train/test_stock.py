@@ -71,6 +71,21 @@ def test_a_broken_off_epoch_begins_anew_with_persistent_workers():
     assert labels(loader) == labels(plain)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_leaves_the_process_generator_alone(workers):
+    config = DataConfig(workers=workers)
+    loaders = (
+        StockLoader(augmented(), 12, 4, config, ALONE, seed=0),
+        ScoringLoader(augmented(), 12, 4, config, ALONE),
+    )
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    for loader in loaders:
+        assert len(list(loader)) == 3
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_a_transforms_draws_leave_the_process_generator_alone():
     drawing = Augmented(SAMPLES, lambda image: image + torch.rand(1), seed=0, masks=False)
     torch.manual_seed(7)

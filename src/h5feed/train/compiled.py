@@ -1,11 +1,16 @@
-"""torch.compile for scoring, by a backend of choice: TensorRT, for one, which cannot train."""
+"""torch.compile for scoring: as in training, or by a backend of choice.
+
+TensorRT, for one, cannot train.
+"""
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import nn
 
 from h5feed.errors import UsageError
+from h5feed.train.config import CompileMode
 
 __all__ = ["check_backend", "for_scoring"]
 
@@ -35,15 +40,17 @@ def _check_tensorrt(backend: str, device: torch.device) -> None:
     importlib.import_module("torch_tensorrt")  # which makes the backend known
 
 
-def for_scoring(net: nn.Module, backend: str) -> nn.Module:
-    """Return `net` as it is to be called in scoring: compiled, unless `backend` is "off".
+def for_scoring(net: nn.Module, backend: str, mode: CompileMode = "off") -> nn.Module:
+    """Return `net` as it is to be called in scoring: compiled by `backend`, else in `mode`.
 
-    To be called for each scoring. What was compiled before is used again, except by backends
-    that build the weights in: with them all is compiled anew, the training step too.
+    Both "off" leave it as it is. To be called for each scoring. What was compiled before is used
+    again, except by backends that build the weights in: with them all is compiled anew, the
+    training step too.
     """
-    if backend == "off":
+    if backend == "off" and mode == "off":
         return net
     if backend in _FREEZING:
         torch.compiler.reset()
-    compiled: nn.Module = torch.compile(net, backend=backend)  # type: ignore[assignment]
+    how: dict[str, Any] = {"mode": mode} if backend == "off" else {"backend": backend}
+    compiled: nn.Module = torch.compile(net, **how)  # type: ignore[assignment]
     return compiled

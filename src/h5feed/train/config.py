@@ -225,9 +225,9 @@ class SpeedConfig:
     channels_last: bool = True
     """Weights and pictures in NHWC memory, which convolutions like."""
     compile: CompileMode = "off"
-    """torch.compile, in this mode."""
+    """torch.compile, in this mode, for training and scoring."""
     compile_backend: str = "off"
-    """Backend of torch.compile for scoring: inductor, tensorrt (with torch_tensorrt), ..."""
+    """Another backend of torch.compile for scoring alone: inductor, tensorrt, ..."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms once for each shape (CUDA only)."""
     accumulate: int = 1

@@ -5,10 +5,13 @@ exchanges gradients while it computes them; DataParallel copies the model at eve
 """
 
 import os
+import signal
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +34,9 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
+
+_PATIENCE = 10.0
+"""Seconds for the other processes to end after one was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,18 +175,37 @@ def start(function: Callable[[Any], Result], config: Any, processes: int) -> Res
     Returns what rank 0 returns; raises the first H5FeedError that any of them raises.
     """
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    started = start_processes(  # type: ignore[no-untyped-call]
+        _process,
+        args=(function, config, processes, _free_port(), results),
+        nprocs=processes,
+        join=False,
+        start_method="spawn",
+    )
     try:
-        start_processes(  # type: ignore[no-untyped-call]
-            _process,
-            args=(function, config, processes, _free_port(), results),
-            nprocs=processes,
-            start_method="spawn",
-        )
+        while not started.join():
+            pass
     except ProcessExitedException:
         if results.empty():
             raise
         raise results.get() from None
+    except BaseException:  # a signal to this process alone must not leave the others training
+        _end(started.processes)
+        raise
     return results.get()  # type: ignore[no-any-return]
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Interrupt processes as Ctrl-C does; those that do not end by themselves are killed."""
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGINT)
+    patience = time.monotonic() + _PATIENCE
+    for process in processes:
+        process.join(max(0.0, patience - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _process(

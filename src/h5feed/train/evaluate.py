@@ -40,7 +40,8 @@ def evaluate(
             with autocast:
                 outputs = net(images)
                 if flip:
-                    outputs = (outputs + _mirrored(net(images.flip(3)), task)) / 2
+                    # A copy: CUDA graphs write the second pass over the first.
+                    outputs = (outputs.clone() + _mirrored(net(images.flip(3)), task)) / 2
                 loss = task.loss(outputs, targets)
             losses += loss * len(images)
             scores = scores + task.score(outputs, targets)

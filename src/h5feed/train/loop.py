@@ -110,11 +110,11 @@ def score_epoch(run: Run, epoch: int) -> bool:
     """Score the averaged weights, or the weights; returns whether they are the best so far."""
     if run.data.val_loader is None:
         return False
-    step = run.step
+    step, speed = run.step, run.config.speed
     with step.ema.swapped_in() if step.ema is not None else nullcontext():
         run.world.align(step.net)
         loss, metric = evaluate(
-            for_scoring(step.net, run.config.speed.compile_backend),
+            for_scoring(step.net, speed.compile_backend, speed.compile),
             run.data.val_loader,
             step.task,
             run.world,

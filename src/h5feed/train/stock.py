@@ -164,6 +164,9 @@ def _dataloader(
         pin_memory=config.pin_memory and world.device.type == "cuda",
         persistent_workers=config.persistent_workers and workers > 0,
         prefetch_factor=config.prefetch if workers else None,
+        # It draws a number for its workers in every epoch; from torch's own generator, a resumed
+        # run would draw one more, and dropout others from there on.
+        generator=torch.Generator(),
     )
 
 
