@@ -13,6 +13,7 @@ from h5feed.jpeg_header import JpegHeader, check_scans, read_header
 
 __all__ = [
     "MAX_JPEG_SIDE",
+    "MAX_PIXELS",
     "decode_jpeg",
     "decode_strictly",
     "encode_jpeg",
@@ -25,6 +26,9 @@ UInt8 = npt.NDArray[np.uint8]
 
 MAX_JPEG_SIDE = 65_500
 """Pixels: libjpeg's JPEG_MAX_DIMENSION."""
+
+MAX_PIXELS = 178_956_970
+"""Default cap of an image, 0.5 GiB of RGB: the size at which Pillow, too, refuses to open one."""
 
 _CHROMA = np.array([[-37.797, -74.203, 112, 128 * 255], [112, -93.786, -18.214, 128 * 255]]) / 255
 """Cb and Cr of 8-bit RGB and 1, limited range (ITU-R BT.601-7, section 2.5.1)."""

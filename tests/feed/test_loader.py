@@ -18,7 +18,7 @@ from h5feed.feed.fields import Augmented, WholeItems
 from h5feed.feed.picture import JpegItems
 from h5feed.feed.random import Draws
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
-from packed import random_images, write_packed
+from packed import image_spec, random_images, write_packed
 from pictures import smooth
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
@@ -517,6 +517,20 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
     ds = H5Dataset(ds.pixels.paths, transform=lambda image: image, aspect="source")
     with pytest.raises(UsageError, match="use make_dataloader"):
         H5Loader(ds, 4)
+
+
+def test_batches_that_no_memory_holds_are_refused_in_a_sentence(tmp_path, monkeypatch):
+    shapes = np.full((2, 2), 8192, np.int32)
+    spec = image_spec("jpeg", (8192, 8192))
+    path = write_packed(tmp_path / "h.h5", [b"not read"] * 2, spec=spec, stored_shapes=shapes)
+    monkeypatch.setattr("h5feed.feed.slots.total_memory", lambda: 25 * 10**9)
+    with pytest.raises(UsageError) as caught:
+        H5Loader(H5Dataset(path), 256)
+    assert str(caught.value) == (
+        "batch_size=256: 3 batches in memory, as prefetch has it, take 154.6 GB, and this machine "
+        "has 25.0 GB; give a smaller batch_size, or crop the images in augment"
+    )
+    H5Loader(H5Dataset(path), 256, augment=CROP).close()
 
 
 @pytest.mark.parametrize("said", [5, 9])

@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as F
 
 from h5feed.codec import encode_jpeg, nv12_to_rgb, rgb_to_nv12
-from h5feed.errors import DamagedItemError
+from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.picture import JpegItems, source_size
+from h5feed.feed.sheet import contact_sheet
 from h5feed.jpeg_header import read_header
 from mapped import is_view
 from packed import image_spec, random_images, write_packed
@@ -116,6 +117,18 @@ def test_the_true_size_covers_a_stored_rectangle():
     assert source_size((32, 64), (100, 400)) == (32, 128)
 
 
+def test_what_is_thinner_than_sixteen_to_one_stays_small_and_thin():
+    assert source_size((64, 64), (100, 1600)) == (64, 1024)
+    height, width = source_size((64, 64), (10, 1000))
+    assert 95 < width / height < 105
+    assert 0.95 < height * width / (16 * 64 * 64) <= 1
+    assert source_size((64, 64), (1000, 10)) == (width, height)
+    for stored in ((64, 64), (1, 1), (300, 20)):
+        for source in ((1, 65_000), (2**31 - 1, 1), (1, 2**31 - 1)):
+            height, width = source_size(stored, source)
+            assert 1 <= height * width <= 16 * stored[0] * stored[1]
+
+
 def test_aspect_source_undoes_the_squeeze_by_one_resize(tmp_path):
     pictures = [ramp(64, 64, seed) for seed in range(3)]
     masks = [(p[:, :, :1] // 50).copy() for p in pictures]
@@ -158,6 +171,32 @@ def test_aspect_source_leaves_true_proportions_alone(tmp_path):
         source_shapes=[[300, 400], [500, 250]],
     )
     assert np.array_equal(three_outputs(path, 0, aspect="source"), pictures[0])
+
+
+def test_an_image_of_more_pixels_than_max_pixels_is_refused_at_opening(tmp_path):
+    shapes = np.int32([[32, 40], [20_000, 10_000], [8, 8]])
+    path = write_packed(
+        tmp_path / "o.h5",
+        [b"never looked at"] * 3,
+        spec=image_spec("original", (0, 0)),
+        stored_shapes=shapes,
+    )
+    text = re.escape(
+        f"{path}: item 1 of /images (key '1/ü1.png') is stored as 20000x10000, more than "
+        "max_pixels=178956970; give a higher max_pixels to H5Dataset if you trust the file"
+    )
+    with pytest.raises(H5FormatError, match=f"^{text}$"):
+        H5Dataset(path)
+    assert len(H5Dataset(path, max_pixels=200_000_000)) == 3
+    fixed = write_packed(tmp_path / "f.h5", random_images(2))
+    with pytest.raises(
+        H5FormatError, match=r"item 0 .* stored as 32x32, more than max_pixels=1023"
+    ):
+        H5Dataset([fixed, fixed], max_pixels=1023)
+    with pytest.raises(H5FormatError, match="more than max_pixels=1023"):
+        contact_sheet(fixed, max_pixels=1023)
+    with pytest.raises(UsageError, match="max_pixels=0 must be a whole number of at least 1"):
+        H5Dataset(fixed, max_pixels=0)
 
 
 @pytest.fixture

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from h5feed.codec import MAX_PIXELS
 from h5feed.errors import UsageError
 from h5feed.feed.files import FilePath, expand_paths
-from h5feed.feed.picture import Aspect, Output, first_squeezed, picture_reader
+from h5feed.feed.picture import (
+    Aspect,
+    Output,
+    check_max_pixels,
+    first_squeezed,
+    picture_reader,
+)
 from h5feed.feed.source import Pixels
+from h5feed.feed.whole import check_whole
 
 __all__ = ["H5Dataset"]
 
@@ -48,6 +56,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         target_transform: Transform | None = None,
         output: Output = "tensor",
         aspect: Aspect | None = None,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         """Open `path`: a file, a glob pattern, or a sequence of files packed alike.
 
@@ -60,15 +69,21 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         it is "source" with `output="pil"`, as ImageFolder's images are, and else "stored"; but a
         `transform` never meets squeezed images unless `aspect="stored"` says so.
 
-        Raises FileNotFoundError, H5FormatError where a file is not a sound h5feed file, and
-        UsageError for a wrong argument.
+        `max_pixels` is the most that an image may be stored at: what a file says of its images
+        decides how much memory is asked for, before anything is decoded.
+
+        Raises FileNotFoundError, H5FormatError where a file is not a sound h5feed file or has a
+        larger image, and UsageError for a wrong argument.
         """
         _check_choice("output", output, get_args(Output))
         if aspect is not None:
             _check_choice("aspect", aspect, get_args(Aspect))
+        check_whole(1, max_pixels=max_pixels)
         self._output: Output = output
         self._given_aspect: Aspect | None = aspect
+        self.max_pixels = max_pixels
         self.pixels = Pixels(expand_paths(path))
+        check_max_pixels(self.pixels, max_pixels)
         self._lists: dict[str, Any] = {}
         self.transform = transform
         self.target_transform = target_transform

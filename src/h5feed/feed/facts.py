@@ -90,7 +90,7 @@ def file_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _plain(ds: H5Dataset) -> H5Dataset:
-    return H5Dataset(ds.pixels.paths, output="numpy")
+    return H5Dataset(ds.pixels.paths, output="numpy", max_pixels=ds.max_pixels)
 
 
 def _sums(ds: H5Dataset, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Any:

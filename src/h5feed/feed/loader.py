@@ -32,6 +32,7 @@ from h5feed.feed.setup import (
     explain_decoding,
     leave_cores_to_loader,
 )
+from h5feed.feed.slots import check_room
 from h5feed.feed.steps import Tail
 from h5feed.feed.work import Epoch
 
@@ -184,6 +185,7 @@ class H5Loader(PackedLoader):
                 reside(ds.pixels, lane, pinned=self.residency == "pinned") if resides else None
             ),
         )
+        check_room(self._recipe.rings, prefetch + 1)
         idle = threads == "auto" and not self._recipe.fields  # the device does it all
         self.threads = 1 if idle else choose_threads(threads, lane.device)
         leave_cores_to_loader(None if on_device else pipeline, self.threads)

@@ -1,5 +1,6 @@
 """What a stored item is to Python code: pixels of a picture, as array, tensor or PIL image."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -12,17 +13,27 @@ from PIL import Image
 
 from h5feed.augment.frame import Shapes
 from h5feed.codec import decode_jpeg, decode_strictly, nv12_to_rgb
+from h5feed.errors import H5FormatError
 from h5feed.feed.source import BYTES_CHANGED, Pixels
 from h5feed.jpeg_header import JpegHeader, read_header
 from h5feed.jpeg_region import Box, decode_jpeg_region
 
-__all__ = ["Aspect", "JpegItems", "Output", "first_squeezed", "picture_reader", "source_size"]
+__all__ = [
+    "Aspect",
+    "JpegItems",
+    "Output",
+    "check_max_pixels",
+    "first_squeezed",
+    "picture_reader",
+    "source_size",
+]
 
 Output = Literal["tensor", "pil", "numpy"]
 Aspect = Literal["stored", "source"]
 Picture = npt.NDArray[np.uint8]
 
 _ENCODED = (0xC0, 3, 3, 1)  # frame, components, those of the first scan, EXIF orientation
+_MOST_TIMES = 16  # the stored pixels, in the source's proportions
 _MOST_HEADERS = 4096  # 2.5 MB; with fit="keep" each size has its own
 _AT_ONCE = 1 << 16  # items: the first is found at once, and ten million cost no memory
 
@@ -54,12 +65,35 @@ def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, 
     """Return the (height, width) in `source` proportions that just covers `stored`.
 
     For a square it is what torchvision's Resize(S) makes of the source: the short side S, the
-    long one int(S · long / short).
+    long one int(S · long / short). Thinner than 1 to 16 it is made smaller, to 16 times the
+    stored pixels: of 1x10,000 pixels Resize(256) would make 256x2,560,000.
     """
     (height, width), (true_height, true_width) = stored, source
     if true_height * width >= true_width * height:
-        return max(height, int(width * true_height / true_width)), width
-    return height, max(width, int(height * true_width / true_height))
+        size = max(height, int(width * true_height / true_width)), width
+    else:
+        size = height, max(width, int(height * true_width / true_height))
+    most = _MOST_TIMES * height * width
+    if size[0] * size[1] <= most:
+        return size
+    scale = math.sqrt(most / (size[0] * size[1]))
+    short, long = max(1, int(min(size) * scale)), int(max(size) * scale)
+    long = min(long, most // short)
+    return (long, short) if size[0] > size[1] else (short, long)
+
+
+def check_max_pixels(pixels: Pixels, max_pixels: int) -> None:
+    """Raise H5FormatError where an image is stored at more than `max_pixels` pixels."""
+    shapes = pixels.stored_shapes
+    sizes = shapes[:1] if pixels.specs["images"].is_fixed else shapes
+    areas = sizes.astype(np.int64).prod(axis=1)
+    at = int(areas.argmax())
+    if areas[at] > max_pixels:
+        height, width = sizes[at].tolist()
+        raise H5FormatError(
+            f"{pixels.place('images', at)} is stored as {height}x{width}, more than "
+            f"max_pixels={max_pixels}; give a higher max_pixels to H5Dataset if you trust the file"
+        )
 
 
 def first_squeezed(pixels: Pixels) -> int | None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
+from h5feed.codec import MAX_PIXELS
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.printable import printable
@@ -38,7 +39,12 @@ class _Cell:
 
 
 def contact_sheet(
-    path: str | os.PathLike[str], *, pictures: int = 48, height: int = 128, width: int = 1200
+    path: str | os.PathLike[str],
+    *,
+    pictures: int = 48,
+    height: int = 128,
+    width: int = 1200,
+    max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
     """Draw a sample of a packed file, with class names, in the pictures' true proportions.
 
@@ -46,7 +52,8 @@ def contact_sheet(
     flowing in rows of `width` pixels. Masks are laid over their pictures, each class in a color
     of its own, which a legend below names.
 
-    Raises UsageError where one of the numbers is less than 1, or `width` holds no picture.
+    Raises UsageError where one of the numbers is less than 1, or `width` holds no picture, and
+    H5FormatError where a picture is stored at more than `max_pixels` pixels.
     """
     for name, given, least in (
         ("pictures", pictures, 1),
@@ -55,7 +62,7 @@ def contact_sheet(
     ):
         if given < least:
             raise UsageError(f"{name}={given} is too small: give {least} or more")
-    ds = H5Dataset(path, output="pil", aspect="source")
+    ds = H5Dataset(path, output="pil", aspect="source", max_pixels=max_pixels)
     cells = [_cell(ds, index, height, width) for index in _choose(ds, pictures)]
     rows = _rows(cells, width)
     step = height + _CAPTION + _MARGIN

@@ -6,15 +6,20 @@ A fresh 38 MB batch costs as much in page faults as the crops that fill it (6,40
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Ring", "Slot"]
+from h5feed.cores import total_memory
+from h5feed.errors import UsageError
+
+__all__ = ["Ring", "Slot", "check_room"]
 
 
 class _Loan(weakref.ref[Any]):
@@ -99,9 +104,19 @@ class Ring:
         return len(self._slots)
 
     @property
+    def batch_size(self) -> int:
+        """Rows of a slot."""
+        return self._shape[0]
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of one slot."""
+        return math.prod(self._shape) * self._dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slots together."""
-        return len(self) * int(np.prod(self._shape)) * self._dtype.itemsize
+        return len(self) * self.batch_bytes
 
     def take(self) -> Slot:
         """Return a slot that nobody holds, a new one if need be."""
@@ -116,7 +131,21 @@ class Ring:
     def _allocate(self) -> NDArray[Any]:
         if not self._pinned:
             return np.empty(self._shape, self._dtype)
-        size = int(np.prod(self._shape)) * self._dtype.itemsize
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        memory = torch.empty(self.batch_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         pinned: NDArray[Any] = memory.view(self._dtype).reshape(self._shape)
         return pinned
+
+
+def check_room(rings: Sequence[Ring], batches: int) -> None:
+    """Raise UsageError where so many batches in memory are more than the machine has.
+
+    Sizes are what a file says, and memory is only taken as it is written: this ends in a sentence
+    what would end in a killed process.
+    """
+    need, total = batches * sum(ring.batch_bytes for ring in rings), total_memory()
+    if total is not None and need > total:
+        raise UsageError(
+            f"batch_size={rings[0].batch_size}: {batches} batches in memory, as prefetch has it, "
+            f"take {need / 1e9:,.1f} GB, and this machine has {total / 1e9:,.1f} GB; give a "
+            "smaller batch_size, or crop the images in augment"
+        )

@@ -33,17 +33,14 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from h5feed.codec import decode_jpeg, orient
+from h5feed.codec import MAX_PIXELS, decode_jpeg, orient
 from h5feed.errors import H5FeedError
 from h5feed.jpeg_header import read_header
 
-__all__ = ["MAX_PIXELS", "DecodeError", "decode_mask", "decode_rgb", "picture_to_rgb", "read_size"]
+__all__ = ["DecodeError", "decode_mask", "decode_rgb", "picture_to_rgb", "read_size"]
 
 UInt8 = npt.NDArray[np.uint8]
 Color = tuple[int, int, int]
-
-MAX_PIXELS = 178_956_970
-"""Default cap, 0.5 GiB of RGB: the size at which Pillow, too, refuses to open a picture."""
 
 EMPTY = "empty file"
 NOT_A_PICTURE = "not a picture in a known format"

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from h5feed.codec import MAX_PIXELS
 from h5feed.cores import available_cores, available_memory
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.dataset_source import DatasetSource
-from h5feed.packing.decode import MAX_PIXELS
 from h5feed.packing.encode import Job, Record
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_records, lock
 from h5feed.packing.ledger import Ledger, finish, is_finished, summarize, versions
