@@ -26,9 +26,9 @@ def adapters():
 
 
 def test_every_adapter_belongs_to_a_rival_and_every_rival_has_one():
-    from rivals import CEILING, RIVALS
+    from rivals import CEILINGS, RIVALS
 
-    assert {rival.adapter for rival in (*RIVALS, CEILING)} == {path.name for path in adapters()}
+    assert {rival.adapter for rival in (*RIVALS, *CEILINGS)} == {path.name for path in adapters()}
     assert len({rival.name for rival in RIVALS}) == len(RIVALS)
 
 

@@ -97,6 +97,16 @@ def test_kernel_ceiling_crops_every_picture(root, store):
     ceiling.close()
 
 
+def test_region_kernel_makes_the_whole_kernels_pictures(root):
+    made = []
+    for kind in (ceilings.Kernel, ceilings.RegionKernel):
+        random.seed(0)
+        ceiling = kind(params(root, "jpeg"))
+        made.append(np.concatenate([images.copy() for images, _ in ceiling.epoch()]))
+        ceiling.close()
+    assert made[0].tobytes() == made[1].tobytes()
+
+
 def test_gather_ceiling_copies_every_picture_once(root):
     ceiling = ceilings.Gather(params(root, "raw"))
     seen = np.concatenate([images.copy() for images, _ in ceiling.epoch()])

@@ -44,6 +44,7 @@ def test_every_figure_stands_in_the_json_with_its_circumstances(results):
     assert [row["what"] for row in found["rows"]] == [
         "raw crop / bare loop",
         "jpeg crop / bare loop",
+        "jpeg crop / region loop",
         "yuv420 crop / raw crop",
         "gather / index_select",
         "cold / 16 threads pread",

@@ -46,6 +46,15 @@ ROWS = [
         pixels=224**2,
     ),
     Comparison(
+        what="jpeg crop / region loop",
+        title="the same",
+        beside="decoding what the crop needs and the bare kernels",
+        ours="jpeg",
+        other="bare region",
+        least=0.9,
+        pixels=224**2,
+    ),
+    Comparison(
         what="jpeg crop / FFCV jpg",
         title="the same",
         beside="FFCV, jpg",
@@ -159,6 +168,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Window]]:
         "yuv420": lambda: crop("yuv420"),
         "bare raw": lambda: subjects.bare(file("raw"), BATCH, threads),
         "bare jpeg": lambda: subjects.bare(file("jpeg"), BATCH, threads),
+        "bare region": lambda: subjects.bare(file("jpeg"), BATCH, threads, region=True),
         "gather": lambda: subjects.loader(file("raw"), BATCH, threads, augment_on="device"),
         "select": lambda: subjects.index_select(file("raw"), BATCH, threads),
         "cifar": lambda: subjects.loader(cifar(), CIFAR_BATCH, threads, augment=_CIFAR),

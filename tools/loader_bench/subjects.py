@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,13 @@ from typing import Any
 
 import cv2
 import numpy as np
-import simplejpeg
 import torch
 
 from h5feed import H5Dataset, H5Loader
 from h5feed.augment import Op, Pipeline, RandomHorizontalFlip, RandomResizedCrop
+from h5feed.codec import decode_jpeg
 from h5feed.feed.random import Draws
+from h5feed.jpeg_region import decode_jpeg_region
 
 CROP = (RandomResizedCrop(224), RandomHorizontalFlip())
 Window = Callable[[float], tuple[float, float]]
@@ -43,10 +45,13 @@ def loader(path: Path, batch_size: int, threads: int, **options: Any) -> Window:
     return timed(lambda: sum(len(images) for images, _ in made))
 
 
-def bare(path: Path, batch_size: int, threads: int, ops: Sequence[Op] = CROP) -> Window:
+def bare(
+    path: Path, batch_size: int, threads: int, ops: Sequence[Op] = CROP, *, region: bool = False
+) -> Window:
     """Return the window of nothing but cv2 (and simplejpeg) in a pool, into one buffer.
 
-    The crops are drawn beforehand, by the same ops.
+    The crops are drawn beforehand, by the same ops. JPEGs are decoded whole, or, with `region`,
+    as far as the crop needs.
     """
     pixels = H5Dataset(path).pixels
     spec, count = pixels.specs["images"], len(pixels)
@@ -57,7 +62,7 @@ def bare(path: Path, batch_size: int, threads: int, ops: Sequence[Op] = CROP) ->
         Draws(0, 0, order), pixels.stored_shapes[order], pixels.source_shapes[order]
     )
     rows, items = params.views[0][0].tolist(), order.tolist()
-    view = pixels.whole("images").__getitem__ if spec.is_fixed else _decoded(pixels)
+    view = _view(pixels, region)
     out = np.zeros((batch_size, *size, 3), np.uint8)
     share = -(-batch_size // (2 * threads))
     shape = size[::-1]
@@ -66,7 +71,8 @@ def bare(path: Path, batch_size: int, threads: int, ops: Sequence[Op] = CROP) ->
         for k in range(start, min(start + share, batch_size)):
             y, x, h, w, *_, flip, _ = rows[begin + k]
             row = out[k]
-            cv2.resize(view(items[begin + k])[y : y + h, x : x + w], shape, row)
+            picture, top, left = view(items[begin + k], (y, x, h, w))
+            cv2.resize(picture[y - top : y - top + h, x - left : x - left + w], shape, row)
             if flip:
                 cv2.flip(row, 1, row)
 
@@ -75,8 +81,29 @@ def bare(path: Path, batch_size: int, threads: int, ops: Sequence[Op] = CROP) ->
     return timed(lambda: _batches(pool, fill, count, batch_size, share))
 
 
-def _decoded(pixels: Any) -> Callable[[int], Any]:
-    return lambda index: simplejpeg.decode_jpeg(pixels.item("images", index), "RGB")
+def _view(pixels: Any, region: bool) -> Callable[[int, Any], tuple[Any, int, int]]:
+    """Return what gives an item's pixels around a box, and where they begin in the picture.
+
+    JPEGs are decoded into each thread's own memory, used again, as H5Loader does: fresh memory
+    would cost half as much as the decoding, and the loop be no ceiling.
+    """
+    if pixels.specs["images"].is_fixed:
+        whole = pixels.whole("images")
+        return lambda index, _: (whole[index], 0, 0)
+    size, memory = int(pixels.stored_shapes.prod(1).max()) * 3, threading.local()
+
+    def decoded(index: int, box: Any) -> tuple[Any, int, int]:
+        scratch = getattr(memory, "pixels", None)
+        if scratch is None:
+            scratch = memory.pixels = np.empty(size, np.uint8)
+        data = pixels.item("images", index)
+        if region:
+            return decode_jpeg_region(data, box, scratch)
+        height, width = pixels.stored_shapes[index].tolist()
+        out = scratch[: height * width * 3].reshape(height, width, 3)
+        return decode_jpeg(data, out), 0, 0
+
+    return decoded
 
 
 def index_select(path: Path, batch_size: int, threads: int) -> Window:

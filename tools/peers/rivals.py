@@ -8,7 +8,7 @@ from pathlib import Path
 
 from install import environment
 
-__all__ = ["CEILING", "RIVALS", "Rival"]
+__all__ = ["CEILINGS", "RIVALS", "Rival"]
 
 _ADAPTERS = Path(__file__).resolve().parent / "adapters"
 
@@ -98,7 +98,18 @@ RIVALS = (
     Rival(name="h5feed", adapter="h5feed_loader.py", environment=None, distribution="h5feed"),
 )
 
-CEILING = Rival(
-    name="bare crop loop", adapter="bare_loop.py", environment=None, distribution="h5feed"
+CEILINGS = tuple(
+    Rival(
+        name=name,
+        adapter="bare_loop.py",
+        environment=None,
+        distribution="h5feed",
+        variants=variants,
+    )
+    for name, variants in (
+        ("bare crop loop", ("raw",)),
+        ("whole-decode loop", _ENCODED),
+        ("region-decode loop", ("jpeg",)),
+    )
 )
 """cv2 in a thread pool over h5feed's packed file: what is left when the loader is taken away."""

@@ -1,13 +1,15 @@
 """What the hardware allows: the bare work of a loader with nothing around it.
 
 `Kernel` crops, resizes and flips stored pictures in a thread pool into a few buffers used again and
-again; `Gather` only copies whole pictures into them; `disk_rate` reads a file that is not cached.
-The first two are subjects, so that they take their turns beside the loaders.
+again, JPEGs decoded whole first; `RegionKernel` decodes of a JPEG only what its crop needs, as
+H5Loader does; `Gather` only copies whole pictures; `disk_rate` reads a file that is not cached.
+All but the last are subjects, so that they take their turns beside the loaders.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +26,9 @@ from h5feed.bench import cache
 from h5feed.bench.crops import Box, draw_box
 from h5feed.codec import decode_jpeg
 from h5feed.feed.source import Pixels
+from h5feed.jpeg_region import decode_jpeg_region
 
-__all__ = ["Gather", "Kernel", "disk_rate"]
+__all__ = ["Gather", "Kernel", "RegionKernel", "disk_rate"]
 
 UInt8 = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.int64]
@@ -118,7 +121,7 @@ class _Ceiling:
 
 
 class Kernel(_Ceiling):
-    """Crop, resize (cv2, bilinear without antialiasing) and flip; decoding first where needed."""
+    """Crop, resize (cv2, bilinear without antialiasing) and flip; JPEGs are decoded whole first."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         super().__init__(params)
@@ -132,6 +135,7 @@ class Kernel(_Ceiling):
         self._crop: Callable[[UInt8, Box, UInt8], None] = (
             _crop_nv12 if self._encoding == "yuv420" else _crop_rgb
         )
+        self._memory = threading.local()
 
     def _new_buffer(self, params: Mapping[str, Any]) -> UInt8:
         return np.zeros((params["batch_size"], params["crop"], params["crop"], 3), np.uint8)
@@ -140,12 +144,42 @@ class Kernel(_Ceiling):
         count = len(self._pixels)
         turns = len(self._boxes) // count
         for row, index in enumerate(indices.tolist()):
-            picture = self._pixels.item("images", index)
-            if self._encoding in ("jpeg", "original"):
-                picture = decode_jpeg(picture)
-            self._crop(picture, self._boxes[row % turns * count + index], out[row])
+            box = self._boxes[row % turns * count + index]
+            self._crop(*self._decoded(index, box), out[row])
             if row % 2:
                 cv2.flip(out[row], 1, out[row])
+
+    def _decoded(self, index: int, box: Box) -> tuple[UInt8, Box]:
+        """Return a picture's pixels, or those around its box, and the box among them."""
+        stored = self._pixels.item("images", index)
+        if self._encoding not in ("jpeg", "original"):
+            return stored, box
+        return self._decode(index, stored, box)
+
+    def _decode(self, index: int, data: Any, box: Box) -> tuple[UInt8, Box]:
+        if self._encoding == "original":
+            return decode_jpeg(data), box  # may have to be turned: its size is not known before
+        height, width = self._pixels.stored_shapes[index].tolist()
+        return decode_jpeg(data, self._scratch(height, width).reshape(height, width, 3)), box
+
+    def _scratch(self, height: int, width: int) -> UInt8:
+        """Memory of this thread, used again: fresh memory costs half as much as the decoding."""
+        size = height * width * 3
+        memory: UInt8 | None = getattr(self._memory, "pixels", None)
+        if memory is None or len(memory) < size:
+            memory = self._memory.pixels = np.empty(size, np.uint8)
+        return memory[:size]
+
+
+class RegionKernel(Kernel):
+    """The same, decoding of each JPEG no more than the segments that its crop touches."""
+
+    note = "decodes what the crop needs"
+
+    def _decode(self, index: int, data: Any, box: Box) -> tuple[UInt8, Box]:
+        height, width = self._pixels.stored_shapes[index].tolist()
+        pixels, top, left = decode_jpeg_region(data, box, self._scratch(height, width))
+        return pixels, (box[0] - top, box[1] - left, box[2], box[3])
 
 
 class Gather(_Ceiling):

@@ -30,7 +30,7 @@ class Contestant:
     """module:attribute of what makes it."""
     ceiling: bool = False
     takes_part: Callable[[Pixels, CompareOptions], str | None] = lambda _pixels, _options: None
-    """Why it cannot be measured, or None."""
+    """Why it cannot be measured, or None; "" where there is nothing to measure or to say."""
     params: dict[str, Any] = field(default_factory=dict)
     """What its factory needs beyond what all get."""
 
@@ -73,6 +73,11 @@ def _needs_dali(_: Pixels, options: CompareOptions) -> str | None:
     return _NOT_QUICK if options.quick else None
 
 
+def _bounds(*encodings: str) -> Callable[[Pixels, CompareOptions], str | None]:
+    """Return the condition of a ceiling that bounds the work on these encodings only."""
+    return lambda pixels, _: None if pixels.specs["images"].encoding in encodings else ""
+
+
 def _needs_plain_copies(pixels: Pixels, options: CompareOptions) -> str | None:
     if not pixels.specs["images"].is_fixed:
         return "pictures have different sizes in bytes"
@@ -97,7 +102,9 @@ def contestants() -> tuple[Contestant, ...]:
             "H5Loader, crop on device", f"{_SUBJECTS}:LoaderOnDevice", False, _needs_one_size
         ),
         Contestant("DaliLoader", f"{_SUBJECTS}:LoaderByDali", False, _needs_dali),
-        Contestant("bare crop loop", f"{_CEILINGS}:Kernel", True),
+        Contestant("bare crop loop", f"{_CEILINGS}:Kernel", True, _bounds("raw", "yuv420")),
+        Contestant("region-decode loop", f"{_CEILINGS}:RegionKernel", True, _bounds("jpeg")),
+        Contestant("whole-decode loop", f"{_CEILINGS}:Kernel", True, _bounds("jpeg", "original")),
         Contestant("memcpy", f"{_CEILINGS}:Gather", True, _needs_plain_copies),
     )
 
@@ -135,7 +142,7 @@ def _measurable(
         names = ", ".join(repr(one.name) for one in among)
         raise UsageError(f"only={list(options.only)} matches no loader: give a part of {names}")
     reasons = [(one, one.takes_part(pixels, options)) for one in chosen]
-    left_out = [f"{one.name}: {reason}" for one, reason in reasons if reason is not None]
+    left_out = [f"{one.name}: {reason}" for one, reason in reasons if reason]
     return [one for one, reason in reasons if reason is None], left_out
 
 
