@@ -208,7 +208,7 @@ def _write_columns(axes: Any, placed: Sequence[tuple[float, Bar]], heads: Sequen
     for k in range(count):
         cells = [(place, bar.says[k]) for place, bar in placed if k < len(bar.says)]
         head = heads[k] if k < len(heads) else ""
-        offset += 8 + 0.6 * size * max(len(text) for text in (head, *(cell for _, cell in cells)))
+        offset += 14 + 0.58 * size * max(len(text) for text in (head, *(cell for _, cell in cells)))
         for place, text in cells:
             axes.annotate(text, (1, place), xytext=(offset, 0), **style)
         if head:

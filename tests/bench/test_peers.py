@@ -69,17 +69,21 @@ def test_install_reports_what_cannot_be_installed(tmp_path, monkeypatch):
     assert "ERROR" in why
 
 
-def result(variant, workers, rates):
+COLD = {"rate": 123.0, "read_bytes_per_picture": 1.0, "resident_before": 0.0}
+
+
+def result(variant, workers, rates, run="monday"):
     outcomes = [
         {
             "name": name,
             "ceiling": name == "bare crop loop",
             "error": None if rate else "broken",
             "images_per_second": rate,
-            "rates": [rate] if rate else [],
+            "rates": [rate, rate * 1.1, rate] if rate else [],
+            "epoch_rates": [rate] if rate else [],
             "cpu_seconds_per_1000": 0.5,
             "private_bytes": 3e8,
-            "cold": {"rate": 123.0} if name == "FFCV" else None,
+            "cold": COLD if name == "FFCV" else None,
             "params": {"crop": 224},
         }
         for name, rate in rates.items()
@@ -88,8 +92,12 @@ def result(variant, workers, rates):
     conversions["FFCV"]["pixels"] = 72.0
     del conversions["bare crop loop"]
     return {
+        "run": run,
         "variant": variant,
         "workers": workers,
+        "title": "a title",
+        "kind": "loading",
+        "left_out": [],
         "machine": "a machine",
         "pictures": 1000,
         "batch_size": 256,
@@ -103,15 +111,17 @@ def result(variant, workers, rates):
 
 
 RATES = {"FFCV": 500.0, "h5feed": 2000.0, "LitData": None, "bare crop loop": 2500.0}
+FASTER = {name: rate and 2 * rate for name, rate in RATES.items()}
 
 
 def test_table_has_a_row_per_rival_fastest_first():
     from peers_table import table
 
-    rows = [line for line in table([result("raw", 2, RATES)]).splitlines() if line[0:1] == "|"]
+    text = table([result("raw", 2, RATES)]).partition("| h5feed / FFCV")[0]
+    rows = [line for line in text.splitlines() if line[0:1] == "|"]
     names = [row.split("|")[1].strip() for row in rows[2:]]
     assert names == ["*bare crop loop*", "h5feed", "FFCV", "LitData"]
-    assert "**2,000**" in rows[3]
+    assert "| **2,000** ±5% |" in rows[3]
     assert "failed" in rows[5]
     cold = rows[0].split("|").index(" cold ")
     assert [row.split("|")[cold].strip() for row in rows[2:]] == ["–", "–", "123", "–"]
@@ -151,19 +161,83 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(tmp_path, monkey
     def measure(variant, workers, source, options):
         if interrupted and workers == 2:
             raise KeyboardInterrupt
-        return result(variant, workers, RATES)
+        return result(variant, workers, FASTER if workers == 2 else RATES)
 
     monkeypatch.setattr(run, "measure", measure)
-    monkeypatch.setattr(run.report, "from_dict", lambda values: values)
-    monkeypatch.setattr(run.words, "as_text", lambda values: "a table")
     (tmp_path / "images/cat").mkdir(parents=True)
     json_file, picture = tmp_path / "peers.json", tmp_path / "peers.png"
     arguments = ["--variants", "raw", "--workers", "1", "2", "--json", str(json_file)]
+    arguments += ["--run", "monday"]
     monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), *arguments, "--plot", str(picture)])
     assert run.main() == (130 if interrupted else 0)
     kept = [(r["variant"], r["workers"]) for r in json.loads(json_file.read_text())]
     assert kept == [("raw", 1), ("raw", 2)][: 1 if interrupted else 2]
     assert picture.exists()
+    if interrupted:  # the same command goes on with what is missing
+        monkeypatch.setattr(run, "measure", lambda *_: result("raw", 2, FASTER))
+        assert run.main() == 0
+        assert [r["workers"] for r in json.loads(json_file.read_text())] == [1, 2]
+
+
+def test_runs_of_other_days_stay_and_count_in_the_table(tmp_path):
+    from results import save
+
+    from peers_table import table
+
+    file = tmp_path / "peers.json"
+    save([result("raw", 2, RATES)], file)
+    both = save([result("raw", 2, RATES | {"FFCV": 400.0}, run="tuesday")], file)
+    text = table(both)
+    assert "a machine (monday); a machine (tuesday)" in text
+    assert "| FFCV | 450 ±17% |" in text
+    assert "| raw 256 px, 2w | **4.50×** (4.00–5.00) | **4.50×** (4.00–5.00) |" in text
+
+
+def test_what_looks_wrong_fails_until_it_is_explained(tmp_path, capsys):
+    from results import findings, save, unexplained
+
+    from peers_table import main
+
+    slower = RATES | {"FFCV": 300.0}
+    file = tmp_path / "peers.json"
+    found = save([result("raw", 1, RATES), result("raw", 2, slower | {"h5feed": 3000.0})], file)
+    (finding,) = findings(found)
+    said = (
+        "FFCV, raw pixels, 256 px, run monday: with 2 workers, 300 img/s are slower than with 1 "
+        "(500)"
+    )
+    assert str(finding) == said
+    assert main([str(file)]) == 1
+    assert capsys.readouterr().err == f"not explained: {said}\n"
+    note = {"loader": "FFCV", "variant": "raw", "about": "slower than with 1", "why": "one core"}
+    (tmp_path / "peers_explained.json").write_text(json.dumps([note | {"loader": "DALI"}]))
+    assert unexplained(found, file) == [finding]
+    (tmp_path / "peers_explained.json").write_text(json.dumps([note]))
+    assert main([str(file)]) == 0
+    assert f"{said} (one core)" in capsys.readouterr().out
+
+
+def test_a_run_with_something_wrong_in_it_fails(tmp_path, monkeypatch, capsys):
+    import run
+
+    jumping = result("raw", 1, RATES)
+    jumping["outcomes"][0]["cpu_per_image"] = [1e-3, 3e-3, 1e-3]
+    monkeypatch.setattr(run, "measure", lambda *_: jumping)
+    arguments = ["--variants", "raw", "--workers", "1", "--json", str(tmp_path / "peers.json")]
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), *arguments])
+    assert run.main() == 1
+    assert (
+        "not to be believed before it is explained: FFCV, raw pixels, 256 px, run monday: with 1 "
+        "worker, window 2 of 3 took 3,000 µs of CPU an image, the median 1,000"
+    ) in capsys.readouterr().err
+
+
+def test_original_files_are_measured_with_the_most_workers_only(tmp_path):
+    import run
+
+    options = run.read_options([str(tmp_path), "--json", "a.json"])
+    measured = run.settings(options)
+    assert measured == [("raw", 1), ("raw", 2), ("jpeg", 1), ("jpeg", 2), ("original", 2)]
 
 
 def test_picture_shows_failures_too(tmp_path):

@@ -1,25 +1,28 @@
-"""Measure every rival on the same pictures, the same crops, the same clock.
+"""Measure every rival on the same images, the same crops, the same clock.
 
     python tools/peers/install.py
     python tools/peers/run.py IMAGES --json peers.json --plot peers.png
 
-IMAGES has a folder per class. With --times K every picture is copied K times first, so that an
-epoch of a small set lasts longer than it takes to start one. Each rival converts the pictures by
+IMAGES has a folder per class. With --times K every image is copied K times first, so that an
+epoch of a small set lasts longer than it takes to start one. Each rival converts the images by
 its own means in its own environment (raw pixels at 256 px, JPEG at 256 px, original files), then
-all take turns, once per variant and worker count. Each setting is saved when it is done, in the
-place of its former results; the others stay, so that a run may be interrupted and go on with
---variants and --workers. A rival that is missing or fails is reported.
+all take turns, once per variant and worker count. Each setting is saved when it is done, so that
+a run that was interrupted goes on where it was when it is started again with the same --run;
+--again measures what is there already anew. Runs of other days and machines stay in the file, and
+count in tables. A rival that is missing or fails is reported. A result that looks wrong (CPU that
+jumps, time lost after an epoch's last batch, two workers slower than one) ends the run with exit
+status 1 until it is explained; see results.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,8 @@ from conversions import convert, prepare_source
 from h5feed_bench import machine, report, rounds, words
 from h5feed_bench.measure import Expectation
 from h5feed_bench.remote import SubjectError
-from rivals import CEILING, RIVALS, Rival
-
-VARIANTS = {"raw": "raw pixels, 256 px", "jpeg": "JPEG, 256 px", "original": "original files"}
+from results import VARIANTS, load, save, setting, unexplained
+from rivals import CEILINGS, RIVALS, Rival
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,10 +53,14 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--crop", type=int, default=224)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a timed window")
-    parser.add_argument("--repeats", type=int, default=3, help="windows per rival")
+    parser.add_argument("--seconds", type=float, default=0.8, help="length of a timed window")
+    parser.add_argument("--repeats", type=int, default=7, help="windows per rival")
+    parser.add_argument("--epochs", type=int, default=3, help="turns with a whole epoch as well")
     parser.add_argument("--cold", type=float, default=0.0, help="longest cold run in s; 0: none")
     parser.add_argument("--convert-only", action="store_true", help="stop before measuring")
+    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    parser.add_argument("--run", default=today, help="name of this run (the day, %(default)s)")
+    parser.add_argument("--again", action="store_true", help="measure anew what this run has")
     parser.add_argument("--json", type=Path, required=True, help="results: kept and added to")
     parser.add_argument("--plot", type=Path, help="picture of all results in the JSON file")
     return parser.parse_args(arguments)
@@ -112,6 +118,7 @@ def entries(
     options: argparse.Namespace,
 ) -> list[rounds.Entry]:
     """Return the rivals of one comparison, and the ceiling if h5feed is among them."""
+    ceilings = [one for one in CEILINGS if "h5feed" in converted and variant in one.variants]
     expected = {
         "pictures": len(labels),
         "batch_size": options.batch_size,
@@ -119,29 +126,41 @@ def entries(
         "width": options.crop,
         "label_counts": tuple(sorted(Counter(labels).values())),
     }
-    told = dict(converted)
-    if "h5feed" in told:
-        told[CEILING.name] = told["h5feed"]
+    told = converted | {one.name: converted["h5feed"] for one in ceilings}
     return [
         rounds.Entry(
             name=rival.name,
             command=rival.command(options.peers),
             params={
+                "name": rival.name,
                 "data": told[rival.name]["data"],
                 "variant": variant,
                 "workers": workers,
                 "batch_size": options.batch_size,
                 "crop": options.crop,
             },
-            expected=Expectation(**expected, ceiling=rival is CEILING),
+            expected=Expectation(**expected, ceiling=rival in ceilings),
             files=tuple(told[rival.name]["files"]),
             bytes_read=told[rival.name]["bytes"],
             required=False,
-            cold=rival is not CEILING,
+            cold=rival not in ceilings,
         )
-        for rival in (*RIVALS, CEILING)
+        for rival in (*RIVALS, *ceilings)
         if rival.name in told
     ]
+
+
+def _schedule(variant: str, workers: int, options: argparse.Namespace) -> rounds.Schedule:
+    """Cold runs and whole epochs take long: only where the table shows them."""
+    most = workers == max(options.workers)
+    return rounds.Schedule(
+        seconds=options.seconds,
+        repeats=options.repeats,
+        settle=0.2,
+        verify=0.5,
+        cold=options.cold if most and variant == "raw" else 0.0,
+        epochs=options.epochs if most and variant != "original" else 0,
+    )
 
 
 def measure(
@@ -150,9 +169,7 @@ def measure(
     """Measure one setting and return its report, with the conversions, as JSON values."""
     converted, left_out = convert_all(variant, source, options)
     labels = [label for _, label in pictures(source)]
-    schedule = rounds.Schedule(
-        seconds=options.seconds, repeats=options.repeats, cold=options.cold, verify=1.0
-    )
+    schedule = _schedule(variant, workers, options)
     outcomes = rounds.run(entries(variant, workers, converted, labels, options), schedule, tell)
     facts = machine.machine(options.work)
     versions = {rival.name: version_of(rival, options.peers) for rival in RIVALS}
@@ -175,26 +192,33 @@ def measure(
         },
         left_out=tuple(left_out),
     )
-    return {"variant": variant, "workers": workers} | report.as_dict(made)
+    named = {"run": options.run, "variant": variant, "workers": workers}
+    return named | report.as_dict(made)
 
 
-def save(results: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Merge `results` into the JSON file and return all that it holds."""
-    fresh = {(r["variant"], r["workers"]) for r in results}
-    kept = json.loads(path.read_text()) if path.exists() else []
-    merged = [r for r in kept if (r["variant"], r["workers"]) not in fresh] + results
-    merged.sort(key=lambda r: (list(VARIANTS).index(r["variant"]), r["workers"]))
-    path.write_text(json.dumps(merged, ensure_ascii=False, indent=1) + "\n")
-    return merged
+def settings(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return (variant, workers) of all that is to be measured.
+
+    A window of original files lasts seconds: they are measured with the most workers only.
+    """
+    return [
+        (variant, workers)
+        for variant in options.variants
+        for workers in sorted(options.workers)
+        if variant != "original" or workers == max(options.workers)
+    ]
 
 
 def measure_all(source: Path, options: argparse.Namespace) -> None:
-    """Measure every setting; each is saved and printed when it is done."""
-    for variant in options.variants:
-        for workers in options.workers:
-            result = measure(variant, workers, source, options)
-            save([result], options.json)
-            print(words.as_text(report.from_dict(result)), "\n", flush=True)
+    """Measure every setting that this run lacks; each is saved and printed when it is done."""
+    there = {setting(r) for r in load(options.json) if r["run"] == options.run}
+    for variant, workers in settings(options):
+        if (variant, workers) in there and not options.again:
+            tell(f"{VARIANTS[variant]}, {workers} workers: in {options.json} already (--again?)")
+            continue
+        result = measure(variant, workers, source, options)
+        save([result], options.json)
+        print(words.as_text(report.from_dict(result)), "\n", flush=True)
 
 
 def convert_only(source: Path, options: argparse.Namespace) -> None:
@@ -217,11 +241,20 @@ def main() -> int:
     except KeyboardInterrupt:
         tell(f"interrupted: the settings that were done are in {options.json}")
         status = 130
-    if options.plot is not None and options.json.exists():
+    found = load(options.json)
+    if options.plot is not None and found:
         from picture import save_peers_plot
 
-        save_peers_plot(json.loads(options.json.read_text()), options.plot)
-    return status
+        save_peers_plot(found, options.plot)
+    return status or _explained(found, options.json)
+
+
+def _explained(found: list[dict[str, Any]], path: Path) -> int:
+    """Say what must be explained; return the exit status."""
+    doubts = unexplained(found, path)
+    for doubt in doubts:
+        tell(f"not to be believed before it is explained: {doubt}")
+    return 1 if doubts else 0
 
 
 if __name__ == "__main__":

@@ -84,10 +84,29 @@ def save_plot(report: Report, path: Path) -> None:
 
 
 def draw_groups(
-    groups: dict[str, list[Bar]], path: Path, *, title: str, caption: str, heads: Sequence[str] = ()
+    groups: dict[str, list[Bar]],
+    path: Path,
+    *,
+    title: str,
+    caption: str,
+    heads: Sequence[str] = (),
+    apart: bool = False,
 ) -> None:
-    """Write groups of bars as one picture, as high as they need."""
-    rows = sum(len(group) + 1.2 * bool(name) for name, group in groups.items())
-    height = _REST + _ROW * rows
-    with picture(path, extra="bench", title=title, caption=caption, height=height) as (_, (axes,)):
-        draw_bars(axes, groups, heads=heads, unit=UNIT)
+    """Write groups of bars as one picture, as high as they need; `apart`: each on its own scale."""
+    panels = [{name: bars} for name, bars in groups.items()] if apart else [groups]
+    rows = [
+        sum(len(bars) + 1.2 * bool(name) for name, bars in panel.items()) + 1.5 * apart
+        for panel in panels
+    ]
+    height = _REST + _ROW * sum(rows)
+    with picture(
+        path,
+        extra="bench",
+        title=title,
+        caption=caption,
+        height=height,
+        rows=len(panels),
+        height_ratios=rows,
+    ) as (_, drawn):
+        for number, (axes, panel) in enumerate(zip(drawn, panels, strict=True)):
+            draw_bars(axes, panel, heads=() if number else heads, unit=UNIT)

@@ -60,8 +60,8 @@ class Schedule:
     """Warm-up inside a window before its clock starts."""
     verify: float = 1.0
     """Untimed pass: checks, memory, first warm-up."""
-    epochs: float = 0.0
-    """Seconds in which whole epochs begin, after each window; 0 leaves them out."""
+    epochs: int = 0
+    """Turns in which a whole epoch is measured as well, after the window."""
     cold: float = 0.0
     """Longest cold run; 0 leaves cold runs out."""
 
@@ -105,9 +105,8 @@ class _Running:
         request = {"do": "warm", "seconds": schedule.seconds, "settle": schedule.settle}
         self.windows.append(self.remote.ask(request))
 
-    def measure_epochs(self, schedule: Schedule) -> None:
-        request = {"do": "epochs", "seconds": schedule.epochs}
-        self.epochs += self.remote.ask(request)["rates"]
+    def measure_epoch(self) -> None:
+        self.epochs += self.remote.ask({"do": "epochs", "seconds": 0.0})["rates"]
 
     def tell(self) -> None:
         self.extra = self.remote.ask({"do": "extra"})
@@ -205,8 +204,8 @@ def _warm(running: Sequence[_Running], schedule: Schedule, tell: Tell) -> None:
         for one in running:
             tell(f"round {turn + 1} of {schedule.repeats}: {one.entry.name}")
             one.step(one.measure, schedule)
-            if schedule.epochs and not one.entry.expected.ceiling:
-                one.step(one.measure_epochs, schedule)
+            if turn < schedule.epochs and not one.entry.expected.ceiling:
+                one.step(one.measure_epoch)
     for one in running:
         one.step(one.tell)
 
