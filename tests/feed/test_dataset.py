@@ -1,5 +1,9 @@
+import copy
 import gc
+import json
+import operator
 import pickle
+import random
 import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -157,15 +161,67 @@ def test_lists_are_made_at_first_use_and_not_pickled(path):
     assert again.samples == ds.samples
 
 
+EDITS = [
+    lambda ds: ds.samples.pop(),
+    lambda ds: ds.samples.sort(key=str),
+    lambda ds: random.shuffle(ds.imgs),
+    lambda ds: ds.targets.__setitem__(0, 1),
+    lambda ds: ds.targets.__setitem__(slice(None), [1] * 10),
+    lambda ds: ds.targets.__delitem__(0),
+    lambda ds: operator.iadd(ds.targets, [1]),
+    lambda ds: operator.imul(ds.targets, 2),
+    lambda ds: ds.classes.append("cow"),
+    lambda ds: ds.class_to_idx.update(cat=1),
+    lambda ds: ds.class_to_idx.__setitem__("cat", 1),
+    lambda ds: operator.ior(ds.class_to_idx, {"cat": 1}),
+    lambda ds: setattr(ds, "targets", [1] * 10),
+    lambda ds: setattr(ds, "samples", ds.samples[:3]),
+    lambda ds: setattr(ds, "imgs", []),
+    lambda ds: setattr(ds, "classes", ["a", "b"]),
+    lambda ds: setattr(ds, "class_to_idx", {}),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_would_be_ignored_is_refused(path, edit):
+    ds = H5Dataset(path)
+    before = [ds.classes.copy(), ds.class_to_idx.copy(), ds.targets.copy(), ds.samples.copy()]
+    text = (
+        r"^(classes|class_to_idx|targets|samples|imgs) cannot be edited, for ds\[i\] and loaders "
+        r"read the packed file: to leave items out use torch\.utils\.data\.Subset\(ds, indices\) "
+        r"or H5Loader\(ds, \.\.\., indices=\), to change labels target_transform; \1\.copy\(\) is "
+    )
+    with pytest.raises(UsageError, match=text):
+        edit(ds)
+    assert before == [ds.classes, ds.class_to_idx, ds.targets, ds.samples]
+
+
+def test_the_read_only_lists_are_lists_and_their_copies_are_plain(path):
+    ds = H5Dataset(path)
+    assert isinstance(ds.targets, list)
+    assert isinstance(ds.class_to_idx, dict)
+    assert json.dumps(ds.class_to_idx) == json.dumps({"cat": 0, "dög": 1})
+    assert torch.tensor(ds.targets).sum() == 5
+    for held in (ds.classes, ds.targets, ds.samples, ds.class_to_idx):
+        plain = dict if isinstance(held, dict) else list
+        for copied in (copy.copy(held), copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
+            assert type(copied) is plain
+            assert copied == held
+            copied.clear()
+
+
 def test_labels_as_float_targets_and_none(tmp_path, images):
     targets = np.random.default_rng(0).random((10, 3), np.float32)
     ds = H5Dataset(write_packed(tmp_path / "f.h5", images, labels=targets, classes=()))
     assert ds[4][1].dtype == torch.float32
     assert torch.equal(ds[4][1], torch.from_numpy(targets[4]))
-    assert torch.equal(ds.targets, torch.from_numpy(targets))
+    assert np.array_equal(ds.targets, targets)
     assert ds.classes == []
     ds[4][1].zero_()
-    ds.targets.zero_()
+    with pytest.raises(ValueError, match="read-only"):
+        ds.targets[0] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        ds.samples[0][1][:] = 0
     assert torch.equal(ds[4][1], torch.from_numpy(targets[4]))
 
     flat = H5Dataset(write_packed(tmp_path / "n.h5", images, labels=np.full(10, -1), classes=()))

@@ -1,8 +1,7 @@
 """`H5Dataset`: a packed file where torchvision's ImageFolder was."""
 
 import operator
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -29,6 +28,8 @@ Value = TypeVar("Value")
 # What __setstate__ makes anew rather than pickling it.
 _REMADE = ("_image", "_target", "_lists")
 
+_FIXED = ("classes", "class_to_idx", "targets", "samples", "imgs")
+
 
 class H5Dataset(Dataset[tuple[Any, Any]]):
     """Map-style dataset over one or several packed files; `ds[i]` is `(image, label)`.
@@ -43,9 +44,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     The label is an int; or a float32 tensor (K,) where the file has several targets an item;
     or, where it has masks, the item's mask: uint8 (H, W) in the same output.
 
-    It has ImageFolder's attributes. Items cannot be taken away by editing these lists: use
-    `torch.utils.data.Subset`. It pickles as paths, options and transforms, and can be used under
-    fork, spawn, forkserver and threads, opened before or after.
+    It has ImageFolder's attributes, which are read-only: to leave items out use
+    `torch.utils.data.Subset` (or `H5Loader(indices=)`), to change labels `target_transform`;
+    `ds.targets.copy()` is a list of your own.
+
+    It pickles as paths, options and transforms, and can be used under fork, spawn, forkserver and
+    threads, opened before or after.
     """
 
     def __init__(
@@ -157,37 +161,50 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     @property
     def classes(self) -> list[str]:
         """Class names in the order of their numbers."""
-        return self._once("classes", lambda: list(self.pixels.classes))
+        return self._once("classes", lambda: _FixedList("classes", self.pixels.classes))
 
     @property
     def class_to_idx(self) -> dict[str, int]:
         """Class number by name."""
-        return self._once("class_to_idx", lambda: {c: i for i, c in enumerate(self.classes)})
+        return self._once(
+            "class_to_idx",
+            lambda: _FixedDict("class_to_idx", {c: i for i, c in enumerate(self.classes)}),
+        )
 
     @property
     def targets(self) -> Any:
-        """Class number of each item, −1 where there is none; or a float32 tensor (N, K).
+        """Class number of each item, −1 where there is none; or a float32 array (N, K).
 
-        A list, made at the first use.
+        A list, made at the first use; it and the array are read-only.
         """
         labels = self.pixels.labels
-        make = labels.tolist if labels.ndim == 1 else partial(torch.tensor, labels)
-        return self._once("targets", make)
+        if labels.ndim == 1:
+            return self._once("targets", lambda: _FixedList("targets", labels.tolist()))
+        fixed = labels.view()
+        fixed.flags.writeable = False
+        return fixed
 
     @property
     def samples(self) -> list[tuple[str, Any]]:
         """(source path relative to the packed folder, label) of each item.
 
-        A list, made at the first use: about 1 µs and 200 bytes an item.
+        A read-only list, made at the first use: about 1 µs and 200 bytes an item.
         """
-        return self._once(
-            "samples", lambda: list(zip(self.pixels.keys(), self.targets, strict=True))
-        )
+
+        def make() -> list[tuple[str, Any]]:
+            return _FixedList("samples", zip(self.pixels.keys(), self.targets, strict=True))
+
+        return self._once("samples", make)
 
     @property
     def imgs(self) -> list[tuple[str, Any]]:
         """The same as `samples`, as in torchvision."""
         return self.samples
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED:
+            raise _cannot_edit(name)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         spec = self.pixels.specs["images"]
@@ -248,3 +265,50 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def _cannot_edit(name: str) -> UsageError:
+    return UsageError(
+        f"{name} cannot be edited, for ds[i] and loaders read the packed file: to leave items out "
+        "use torch.utils.data.Subset(ds, indices) or H5Loader(ds, ..., indices=), to change labels "
+        f"target_transform; {name}.copy() is one of your own"
+    )
+
+
+def _refuse_edit(self: Any, *_: Any, **__: Any) -> Any:
+    raise _cannot_edit(self.name)
+
+
+_refuse: Any = _refuse_edit
+
+
+class _FixedList(list[Any]):
+    """A list that refuses to be edited. Copies of it, pickled ones too, are plain lists."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+class _FixedDict(dict[str, int]):
+    """The same of a dict, which json.dumps takes as one."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, values: dict[str, int]) -> None:
+        super().__init__(values)
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = _refuse
