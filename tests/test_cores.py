@@ -1,8 +1,11 @@
+import errno
 import os
 
+import cv2
 import pytest
+import torch
 
-from h5feed.cores import available_cores, available_memory, total_memory
+from h5feed.cores import available_cores, available_memory, is_out_of_memory, total_memory
 
 V2 = ("0::{}\n", "30 23 0:26 {} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
 V1 = (
@@ -120,3 +123,22 @@ def test_a_cgroups_memory_counts_less_what_it_could_give_up(
     assert total_memory(root) == 3000
     (root / folder / "job" / used).write_text("5000\n")
     assert available_memory(root) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError("out of memory error when reading image file"), True),
+        (ValueError("Insufficient memory (case 4)"), True),
+        (cv2.error("(-4:Insufficient memory) Failed to allocate 5 bytes"), True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("shapes do not match"), False),
+        (OSError(errno.ENOENT, "No such file", "out of memory.jpg"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, is_one):
+    assert is_out_of_memory(error) is is_one

@@ -1,14 +1,16 @@
 """JPEG and NV12 to RGB and back: the conversions that packing and feeding share."""
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import cv2
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-from PIL import JpegImagePlugin
+from PIL import Image, JpegImagePlugin
 
+from h5feed.cores import is_out_of_memory
 from h5feed.jpeg_header import JpegHeader, check_scans, read_header
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "encode_jpeg",
     "nv12_to_rgb",
     "orient",
+    "pixels_in_bands",
     "rgb_to_nv12",
 ]
 
@@ -29,6 +32,8 @@ MAX_JPEG_SIDE = 65_500
 
 MAX_PIXELS = 178_956_970
 """Default cap of an image, 0.5 GiB of RGB: the size at which Pillow, too, refuses to open one."""
+
+_BAND_PIXELS = 1 << 20
 
 _CHROMA = np.array([[-37.797, -74.203, 112, 128 * 255], [112, -93.786, -18.214, 128 * 255]]) / 255
 """Cb and Cr of 8-bit RGB and 1, limited range (ITU-R BT.601-7, section 2.5.1)."""
@@ -49,7 +54,7 @@ def decode_jpeg(
 
     A file that libjpeg-turbo warns about is left to Pillow, which forgives stray bytes; one
     whose pixels end early is refused by both, and one of more than MAX_SCANS scans before it
-    is decoded. Raises ValueError with the reason.
+    is decoded. Raises ValueError with the reason, MemoryError where it is not the file's fault.
     """
     content = bytes(data)
     if header is None:
@@ -78,6 +83,8 @@ def decode_strictly(data: Any, out: UInt8 | None = None) -> UInt8:
     try:
         pixels: UInt8 = simplejpeg.decode_jpeg(data, "RGB", buffer=out, strict=True)
     except ValueError as ex:
+        if is_out_of_memory(ex):
+            raise MemoryError(str(ex)) from ex
         early = "premature end" in str(ex).lower()
         raise ValueError("truncated" if early else f"damaged ({ex})") from ex
     return out if out is not None and pixels.shape == out.shape else pixels
@@ -96,9 +103,30 @@ def _decode_forgiving(data: bytes) -> UInt8:
     try:
         # Not Image.open: its decompression-bomb check is a process-wide setting.
         picture = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
-        return np.asarray(picture.convert("RGB"))
+        return pixels_in_bands(picture, lambda part: np.asarray(part.convert("RGB")))
     except Exception as ex:  # Pillow raises nearly every class on damaged files
+        if is_out_of_memory(ex):
+            raise MemoryError(str(ex)) from ex
         raise ValueError("truncated" if "truncated" in str(ex) else "damaged") from ex
+
+
+def pixels_in_bands(picture: Image.Image, convert: Callable[[Image.Image], UInt8]) -> UInt8:
+    """Return uint8 (H, W, …) pixels of a Pillow image, converted some rows at a time.
+
+    The whole at once takes 14 to 28 bytes a pixel, for Pillow and numpy copy at every step;
+    so it is Pillow's 4 at most, and the result's own.
+    """
+    picture.load()
+    rows = max(1, _BAND_PIXELS // max(1, picture.width))
+    if rows >= picture.height:
+        return convert(picture)
+    first = convert(picture.crop((0, 0, picture.width, rows)))
+    out = np.empty((picture.height, *first.shape[1:]), np.uint8)
+    out[:rows] = first
+    for top in range(rows, picture.height, rows):
+        below = min(top + rows, picture.height)
+        out[top:below] = convert(picture.crop((0, top, picture.width, below)))
+    return out
 
 
 def orient(pixels: UInt8, orientation: int) -> UInt8:

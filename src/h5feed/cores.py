@@ -1,13 +1,26 @@
-"""How many cores and how much memory this process may use: in a container, less than there is."""
+"""How many cores and how much memory this process may use, and whether memory ran out."""
 
+import errno
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_cores", "available_memory", "total_memory"]
+__all__ = ["available_cores", "available_memory", "is_out_of_memory", "total_memory"]
 
 _ROOT = Path("/")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "insufficient memory",
+    "failed to allocate",
+    "bad_alloc",
+    "cudnn_status_alloc_failed",
+    "cublas_status_alloc_failed",
+)
+"""What torch, OpenCV, libjpeg, Pillow and CUDA say."""
 
 
 def available_cores(root: Path = _ROOT) -> int:
@@ -42,6 +55,14 @@ def available_memory(root: Path = _ROOT) -> int | None:
     if free is None:
         return None
     return max(0, min([free, *(limit - used for limit, used in _memory_limits(root))]))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on a device or in the machine."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(part in text for part in _OUT_OF_MEMORY)
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -1,8 +1,12 @@
 import io
+import os
 import pickle
 import struct
+import subprocess
+import sys
 import warnings
 import zlib
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -10,13 +14,47 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageOps
 
+from h5feed import codec
 from h5feed.errors import H5FeedError
+from h5feed.packing import decode
 from h5feed.packing.decode import DecodeError, decode_mask, decode_rgb, read_size
 from pictures import encoded, jpeg_bytes, smooth, with_orientation
 
 PIXELS = smooth(40, 56)
 PICTURE = Image.fromarray(PIXELS)
 RAMP = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (4, 1)))
+
+
+def files():
+    rgba = PICTURE.convert("RGBA")
+    rgba.putalpha(RAMP.resize(PICTURE.size))
+    palette, second = PICTURE.quantize(64), PICTURE.rotate(90)
+    deep = Image.fromarray(PIXELS[..., 0].astype(np.uint16) * 257)
+    turned = {"exif": with_orientation(6)}
+    frames = {"save_all": True, "append_images": [second]}
+    return {
+        "jpeg": encoded(PICTURE, "JPEG", **turned),
+        "progressive": encoded(PICTURE, "JPEG", progressive=True),
+        "cmyk": encoded(PICTURE.convert("CMYK"), "JPEG"),
+        "png": encoded(PICTURE, "PNG", **turned),
+        "png alpha": encoded(rgba, "PNG"),
+        "png palette": encoded(palette, "PNG", transparency=3),
+        "png 16": encoded(deep, "PNG"),
+        "gif": encoded(palette, "GIF", save_all=True, append_images=[second.quantize(9)]),
+        "webp": encoded(PICTURE, "WEBP", **turned),
+        "webp lossless": encoded(rgba, "WEBP", lossless=True),
+        "webp frames": encoded(PICTURE, "WEBP", **frames),
+        "bmp": encoded(PICTURE, "BMP"),
+        "ppm": encoded(PICTURE, "PPM"),
+        "pbm": encoded(PICTURE.convert("1"), "PPM"),
+        "tiff": encoded(PICTURE, "TIFF"),
+        "tiff lzw": encoded(PICTURE, "TIFF", compression="tiff_lzw"),
+        "tiff jpeg": encoded(PICTURE, "TIFF", compression="jpeg"),
+        "tiff 16": encoded(deep, "TIFF"),
+    }
+
+
+FILES = files()
 
 
 def by_pillow(data, mode="RGB"):
@@ -302,6 +340,116 @@ def test_pillows_own_cap_neither_interferes_nor_changes(monkeypatch):
     assert str(error) == "too many pixels (more than Pillow decodes in this format)"
 
 
+@pytest.mark.parametrize(("kind", "least"), [("WEBP", 17), ("TIFF", 12)])
+def test_the_memory_that_decoding_takes_is_capped_too(kind, least, monkeypatch):
+    monkeypatch.setattr(decode, "_SPARE_BYTES", 0)
+    data = encoded(PICTURE, kind)
+    need = least * 40 * 56 + len(data)
+    assert decode_rgb(data, max_pixels=-(-need // 12)).shape == PIXELS.shape
+    error = refused(data, max_pixels=max(40 * 56, need // 12 - 1))
+    assert error.reason == "too many pixels"
+    assert f"40x56 take {need / 1000:.1f} kB to decode, more than 12 bytes for" in error.detail
+
+
+def test_a_progressive_files_coefficients_count(monkeypatch):
+    monkeypatch.setattr(decode, "_SPARE_BYTES", 0)
+    data = encoded(PICTURE.convert("CMYK"), "JPEG", progressive=True)
+    assert decode._bytes_per_pixel(data) == 4 + 2 * 4
+    assert "to decode, more than 12 bytes for each" in refused(data, max_pixels=40 * 56).detail
+
+
+def test_webp_is_measured_before_libwebp_makes_canvases():
+    for options in ({}, {"lossless": True}, {"exif": with_orientation(6)}):
+        data = encoded(PICTURE, "WEBP", **options)
+        assert decode._webp_size(data) == (40, 56)
+    large = data[:24] + b"\xff\xff\xff\xff\xff\xff" + data[30:]
+    assert refused(large).detail.startswith("16777216x16777216, more than max_pixels=")
+
+
+def test_a_file_too_large_to_be_a_picture_is_not_read(tmp_path):
+    path = tmp_path / "x.jpg"
+    with path.open("wb") as file:
+        file.truncate(50_000_000_000)
+    with pytest.raises(DecodeError) as caught:
+        decode.read_file(os.fsencode(path))
+    assert str(caught.value) == (
+        "file too large (50.0 GB, more than 12 bytes for each of max_pixels=178956970)"
+    )
+    path.write_bytes(b"12345")
+    assert decode.read_file(os.fsencode(path), most=3) == b"123"
+    assert decode.read_file(os.fsencode(path)) == b"12345"
+
+
+_UNDER_A_LIMIT = r"""
+import resource, sys
+import numpy as np
+from PIL import Image
+from h5feed.packing.decode import decode_rgb
+from pictures import encoded
+
+rng = np.random.default_rng(0)
+rgba = Image.fromarray(rng.integers(0, 256, (20, 25, 4), np.uint8), "RGBA").resize((1500, 1500))
+rgb, gray = rgba.convert("RGB"), np.asarray(rgba.convert("L"))
+files = {
+    "jpeg": encoded(rgb, "JPEG"),
+    "progressive": encoded(rgb, "JPEG", progressive=True),
+    "png": encoded(rgba, "PNG", compress_level=1),
+    "png 16": encoded(Image.fromarray(gray.astype(np.uint16) * 257), "PNG", compress_level=1),
+    "webp": encoded(rgb, "WEBP", method=0),
+    "webp lossless": encoded(rgba, "WEBP", method=0, lossless=True, quality=0),
+    "tiff": encoded(rgb, "TIFF", compression="tiff_lzw"),
+    "gif": encoded(rgb.quantize(9), "GIF"),
+}
+cut = files["jpeg"].index(b"\xff\xda")
+files["stray"] = files["jpeg"][:cut] + b"\0\0" + files["jpeg"][cut:]
+for data in files.values():
+    decode_rgb(data)  # everything is loaded
+free = (resource.RLIM_INFINITY,) * 2
+begin = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+for name, data in files.items():
+    outcomes = set()
+    for extra in (0, 3, 6, 10, 16, 24, 36, 50):
+        resource.setrlimit(resource.RLIMIT_AS, (begin + (extra << 20), free[1]))
+        try:
+            decode_rgb(data)
+            outcomes.add("decoded")
+        except MemoryError:
+            outcomes.add("MemoryError")
+        except Exception as ex:
+            outcomes.add(repr(ex))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, free)
+    print(name, *sorted(outcomes), sep=",")
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's limit of memory")
+def test_a_shortage_of_memory_is_never_blamed_on_the_file():
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+    ran = subprocess.run(
+        [sys.executable, "-c", _UNDER_A_LIMIT],
+        # glibc gives back at once what is larger than this, so that the limit is what counts.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 9
+    outcomes = {line.partition(",")[0]: set(line.split(",")[1:]) for line in lines}
+    assert all(got <= {"MemoryError", "decoded"} for got in outcomes.values()), outcomes
+    assert sum("MemoryError" in got for got in outcomes.values()) >= 5, outcomes
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_converted_in_bands_are_those_of_the_whole(name, monkeypatch):
+    data = FILES[name]
+    whole = decode_rgb(data, background=(7, 8, 9))
+    monkeypatch.setattr(codec, "_BAND_PIXELS", 500)
+    np.testing.assert_array_equal(decode_rgb(data, background=(7, 8, 9)), whole)
+
+
 def test_zero_height_is_refused():
     assert str(refused(jpeg_of(56, 0))) == "damaged (0x56 pixels)"
     assert refused(png_header(0, 5)).reason == "damaged"
@@ -320,39 +468,10 @@ def test_the_error_travels_between_processes():
     assert (error.reason, error.detail, str(error)) == ("truncated", "at 5", "truncated (at 5)")
 
 
-def files():
-    rgba = PICTURE.convert("RGBA")
-    rgba.putalpha(RAMP.resize(PICTURE.size))
-    palette, second = PICTURE.quantize(64), PICTURE.rotate(90)
-    deep = Image.fromarray(PIXELS[..., 0].astype(np.uint16) * 257)
-    turned = {"exif": with_orientation(6)}
-    frames = {"save_all": True, "append_images": [second]}
-    return {
-        "jpeg": encoded(PICTURE, "JPEG", **turned),
-        "progressive": encoded(PICTURE, "JPEG", progressive=True),
-        "cmyk": encoded(PICTURE.convert("CMYK"), "JPEG"),
-        "png": encoded(PICTURE, "PNG", **turned),
-        "png alpha": encoded(rgba, "PNG"),
-        "png palette": encoded(palette, "PNG", transparency=3),
-        "png 16": encoded(deep, "PNG"),
-        "gif": encoded(palette, "GIF", save_all=True, append_images=[second.quantize(9)]),
-        "webp": encoded(PICTURE, "WEBP", **turned),
-        "webp lossless": encoded(rgba, "WEBP", lossless=True),
-        "webp frames": encoded(PICTURE, "WEBP", **frames),
-        "bmp": encoded(PICTURE, "BMP"),
-        "ppm": encoded(PICTURE, "PPM"),
-        "pbm": encoded(PICTURE.convert("1"), "PPM"),
-        "tiff": encoded(PICTURE, "TIFF"),
-        "tiff lzw": encoded(PICTURE, "TIFF", compression="tiff_lzw"),
-        "tiff jpeg": encoded(PICTURE, "TIFF", compression="jpeg"),
-        "tiff 16": encoded(deep, "TIFF"),
-    }
-
-
-@pytest.mark.parametrize("name", files())
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_cut_file_is_refused_or_whole(name):
-    data = files()[name]
+    data = FILES[name]
     whole, reasons = decode_rgb(data), []
     for end in range(0, len(data), max(1, len(data) // 150)):
         try:
@@ -383,10 +502,10 @@ def broken(data, rng):
     return bytes(data)
 
 
-@pytest.mark.parametrize("name", files())
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.filterwarnings("ignore")
 def test_damage_is_a_picture_or_a_decode_error(name):
-    data, rng = files()[name], np.random.default_rng(0)
+    data, rng = FILES[name], np.random.default_rng(0)
     outcomes = set()
     for _ in range(150):
         for reader in (decode_rgb, decode_mask, read_size):
@@ -405,7 +524,7 @@ def test_damage_is_a_picture_or_a_decode_error(name):
 # --- masks ------------------------------------------------------------------
 
 
-def test_masks_keep_their_numbers():
+def test_masks_keep_their_numbers(monkeypatch):
     numbers = np.random.default_rng(0).integers(0, 5, (20, 30), dtype=np.uint8)
     gray = Image.fromarray(numbers)
     palette = gray.convert("P")
@@ -416,7 +535,10 @@ def test_masks_keep_their_numbers():
     gray_alpha = Image.merge("LA", (gray, see_through))
     color_alpha = Image.merge("RGBA", (gray, gray, gray, see_through))
     for picture in (gray, palette, color, deep, gray_alpha, color_alpha):
+        monkeypatch.setattr(codec, "_BAND_PIXELS", 1 << 20)
         mask = decode_mask(encoded(picture, "PNG"))
+        monkeypatch.setattr(codec, "_BAND_PIXELS", 90)  # three rows at a time
+        np.testing.assert_array_equal(decode_mask(encoded(picture, "PNG")), mask)
         np.testing.assert_array_equal(mask, numbers)
         assert mask.dtype == np.uint8
         assert mask.flags.c_contiguous

@@ -12,11 +12,12 @@ from collections import namedtuple
 from dataclasses import fields
 from pathlib import Path
 
+import cv2
 import h5py
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 from h5feed.errors import PackError, UsageError
 from h5feed.packing import PackOptions, blocks, encode, journal, output, pack, run, workers
@@ -542,6 +543,104 @@ def test_no_process_is_left_behind(folder, out):
     assert children.read_text() == before
 
 
+# --- what is not the image's fault
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        cv2.error("OpenCV: (-4:Insufficient memory) Failed to allocate 9 bytes"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+@pytest.mark.parametrize("at", ["fit_image", "read_file"])
+def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkeypatch, error, at):
+    done, whole = [], getattr(encode, at)
+
+    def run_out(*args, **options):
+        if len(done) == 8:
+            raise error
+        done.append(0)
+        return whole(*args, **options)
+
+    monkeypatch.setattr(blocks, "_MOST", 2)
+    with monkeypatch.context() as short:
+        short.setattr(encode, at, run_out)
+        with pytest.raises(PackError) as caught:
+            pack(folder, out, size=SIZE, workers=0)
+    assert str(caught.value).startswith("out of memory at cats/008.jpg: fewer --workers or a small")
+    assert "8 of 24 pictures are kept" in str(caught.value)
+    assert pack(folder, out, size=SIZE, workers=0, resume=True).items == 24
+
+
+def test_too_many_open_files_end_the_run_and_skip_nothing(folder, out, monkeypatch):
+    monkeypatch.setattr(encode, "_encode", failing_with(errno.EMFILE))
+    said = r"^cannot read cats/000\.jpg: Too many open files; nothing was kept$"
+    with pytest.raises(PackError, match=said):
+        pack(folder, out, size=SIZE, workers=0)
+
+
+def test_workers_that_cannot_be_started_are_one_sentence(folder, out, monkeypatch):
+    monkeypatch.setattr(os, "fork", failing_with(errno.ENOMEM))
+    said = "cannot start 2 worker processes: Cannot allocate memory: give fewer --workers; nothing"
+    with pytest.raises(PackError, match=said):
+        pack(folder, out, size=SIZE, workers=2)
+    assert names(out.parent) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cut_file_is_refused_whatever_pillow_was_told(folder, out, monkeypatch, workers):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    for name in ("cats/000.jpg", "cats/004.png"):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) * 2 // 3])
+    summary = pack(folder, out, size=SIZE, workers=workers)
+    assert summary.skipped == (("cats/000.jpg", "truncated"), ("cats/004.png", "truncated"))
+    assert ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+@pytest.mark.parametrize("size", [SIZE, "auto"])
+def test_a_file_of_50_gb_is_skipped_by_its_size(folder, out, size):
+    with (folder / "cats" / "999.jpg").open("wb") as file:
+        file.truncate(50_000_000_000)
+    with (folder / "cats" / "998.jpg").open("wb") as file:
+        file.truncate(900_000)
+    summary = pack(folder, out, size=size, workers=0, max_pixels=10_000)
+    assert [reason.split(" (")[0] for _, reason in summary.skipped] == [
+        "not a picture in a known format",
+        "file too large",
+    ]
+    assert summary.skipped[1][1].startswith("file too large (50.0 GB, more than 12 bytes for each")
+
+
+def test_packing_imports_nothing_once_it_has_begun(folder, out):
+    """What is imported late fails where a folder can't be read or no descriptor is left."""
+    script = """
+import sys
+from pathlib import Path
+from h5feed.packing import pack, workers, run
+import torch
+
+def begin(*args, start=run._fill):
+    before.update(sys.modules)
+    return start(*args)
+
+before, run._fill = set(), begin
+pack(sys.argv[1], sys.argv[2], size=32, workers=2)
+print(*sorted(set(sys.modules) - before))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script, folder, out],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.split() == []
+
+
 # --- datasets
 
 
@@ -555,7 +654,7 @@ class Pairs:
         return len(self.items)
 
     def __getitem__(self, index):
-        if isinstance(self.items[index], Exception):
+        if isinstance(self.items[index], BaseException):
             raise self.items[index]
         return self.items[index]
 
@@ -589,6 +688,33 @@ def test_a_dataset_of_targets(out, make):
     with h5py.File(out) as file:
         assert file["labels"].dtype == np.float32
         assert file["labels"][:].tolist() == targets
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError(), MemoryError()])
+def test_a_dataset_that_ends_the_program_leaves_nothing_behind(out, monkeypatch, error):
+    """SystemExit goes through; a shortage of memory fails the run; any other error is a skip."""
+    items = [(a, 0) for a in arrays()]
+    items[3] = error
+    if isinstance(error, ZeroDivisionError):
+        assert pack(Pairs(items), out, size=16).items == 5
+        return
+    said = {"SystemExit": "^3$", "MemoryError": "^out of memory at 3: fewer --workers or a smaller"}
+    expected = SystemExit if isinstance(error, SystemExit) else PackError
+    with pytest.raises(expected, match=said[type(error).__name__]):
+        pack(Pairs(items), out, size=16)
+    assert names(out.parent) == []
+
+
+@pytest.mark.parametrize(
+    "mask", [Image.new("L", (8, 8)), np.zeros((8, 8), np.uint8), torch.zeros(1, 8, 8)]
+)
+def test_a_dataset_of_masks_is_refused(out, mask):
+    said = (
+        r"the label of Pairs\[0\] is .*\(.*8.*8\), a mask by its shape: a class number or a row of"
+    )
+    with pytest.raises(UsageError, match=said):
+        pack(Pairs([(arrays(1)[0], mask)]), out, size=16)
+    assert names(out.parent) == []
 
 
 def test_a_dataset_item_that_raises_is_skipped(out):

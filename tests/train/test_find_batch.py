@@ -7,7 +7,6 @@ from h5feed.errors import H5FeedError, UsageError
 from h5feed.train import find_batch as module
 from h5feed.train.find_batch import BatchRange, BatchTrial, find_batch
 from h5feed.train.finder_plots import draw_batch_sizes
-from h5feed.train.step import is_out_of_memory
 from h5feed.train.synthetic import random_batch
 from train.trials import WORLD, make_step, random_draws
 
@@ -52,21 +51,6 @@ def test_nothing_that_fits_is_an_error(tmp_path):
 def test_other_errors_pass(tmp_path):
     with pytest.raises(RuntimeError, match="shapes"):
         find(tmp_path, limit=8, error=RuntimeError("shapes do not match"))
-
-
-@pytest.mark.parametrize(
-    ("error", "is_one"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (MemoryError(), True),
-        (RuntimeError("shapes do not match"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(error, is_one):
-    assert is_out_of_memory(error) is is_one
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from h5feed.cores import is_out_of_memory
 from h5feed.errors import UsageError
 from h5feed.packing.decode import DAMAGED, DecodeError, picture_to_rgb
 
@@ -58,6 +59,8 @@ class DatasetSource:
         try:
             sample = self.dataset[index]
         except Exception as ex:  # whatever a dataset raises for a bad picture
+            if is_out_of_memory(ex):
+                raise
             raise DecodeError("cannot be loaded", f"{type(ex).__name__}: {ex}") from ex
         if not isinstance(sample, Sequence) or len(sample) != 2:
             raise UsageError(f"{self._item(index)} is {_kind(sample)}: (image, label) is needed")
@@ -88,6 +91,12 @@ class DatasetSource:
         return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
 
     def _note(self, index: int, label: Any) -> None:
+        if isinstance(label, Image.Image) or np.ndim(label) > 1:
+            raise UsageError(
+                f"the label of {self._item(index)} is {_kind(label)}, a mask by its shape: a class "
+                "number or a row of numeric targets is needed; masks are packed from folders, "
+                "with masks="
+            )
         value = _to_label(label)
         if value is None:
             raise UsageError(
@@ -125,6 +134,8 @@ def _to_label(label: Any) -> "int | np.ndarray[Any, Any] | None":
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, Image.Image):
+        return f"an image ({value.height}, {value.width})"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     if dtype is not None and shape is not None:
         return f"{type(value).__name__} of {dtype} {tuple(shape)}"

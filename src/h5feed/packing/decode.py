@@ -15,8 +15,13 @@ What differs from torchvision's default loader (`Image.open(path).convert("RGB")
 """
 
 import io
+import mmap
+import os
+import stat
+import struct
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -33,14 +38,30 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from h5feed.codec import MAX_PIXELS, decode_jpeg, orient
+from h5feed.codec import MAX_PIXELS, decode_jpeg, orient, pixels_in_bands
+from h5feed.cores import is_out_of_memory
 from h5feed.errors import H5FeedError
 from h5feed.jpeg_header import read_header
+from h5feed.packing.summary import in_bytes
 
-__all__ = ["DecodeError", "decode_mask", "decode_rgb", "picture_to_rgb", "read_size"]
+__all__ = [
+    "BYTES_PER_PIXEL",
+    "DecodeError",
+    "decode_mask",
+    "decode_rgb",
+    "picture_to_rgb",
+    "read_file",
+    "read_size",
+    "whole_images_only",
+]
 
 UInt8 = npt.NDArray[np.uint8]
 Color = tuple[int, int, int]
+
+BYTES_PER_PIXEL = 12
+"""Of memory that decoding may take for each of `max_pixels`, the file's bytes included."""
+_SPARE_BYTES = 64 << 20
+"""More than a small picture takes, whatever its format and metadata."""
 
 EMPTY = "empty file"
 NOT_A_PICTURE = "not a picture in a known format"
@@ -51,6 +72,9 @@ UNSUPPORTED = "unsupported pixels"
 ORIENTATION_TAG = 0x0112
 
 _JPEG = b"\xff\xd8"
+_SEQUENTIAL = (0xC0, 0xC1)
+# Without O_NONBLOCK, opening a named pipe would wait for its writer for good.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 _PNG_DEPTH = 24  # where IHDR, always the first chunk, says how many bits a sample has
 _OPENERS: tuple[tuple[bytes, Callable[[io.BytesIO], ImageFile.ImageFile]], ...] = (
     (_JPEG, JpegImagePlugin.JpegImageFile),
@@ -78,22 +102,61 @@ class DecodeError(H5FeedError):
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
+def memory_cap(max_pixels: int) -> int:
+    """Return the most bytes that a file and its decoding may take."""
+    return BYTES_PER_PIXEL * max_pixels + _SPARE_BYTES
+
+
+def read_file(path: bytes, *, max_pixels: int = MAX_PIXELS, most: int | None = None) -> bytes:
+    """Read a file, its first `most` bytes where that is given.
+
+    Without Python's buffering, which costs small files 10 µs each. Raises DecodeError for what
+    is no file or could not be decoded for its size, and OSError.
+    """
+    handle = os.open(path, _OPEN_FLAGS)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise DecodeError("not a regular file")
+        size = status.st_size
+        if size > memory_cap(max_pixels):
+            raise DecodeError(
+                "file too large",
+                f"{in_bytes(size)}, more than {BYTES_PER_PIXEL} bytes for each of "
+                f"max_pixels={max_pixels}",
+            )
+        size = size if most is None else min(size, most)
+        data = os.read(handle, size + (most is None))
+        while len(data) < size:
+            more = os.read(handle, size - len(data))
+            if not more:
+                break
+            data += more
+        return data
+    finally:
+        os.close(handle)
+
+
 def decode_rgb(
     data: bytes, *, background: Color = (255, 255, 255), max_pixels: int = MAX_PIXELS
 ) -> UInt8:
     """Decode a picture file to upright RGB: uint8 (H, W, 3), C-contiguous.
 
-    Raises DecodeError, and nothing else, whatever the bytes are. The header's size is held
-    against `max_pixels` before any pixel is decoded.
+    Raises DecodeError whatever the bytes are, and MemoryError where memory ran out, which is
+    not the file's fault. The header's size is held against `max_pixels` before any pixel is
+    decoded, and so is the memory that decoding takes (`BYTES_PER_PIXEL`).
     """
-    with _refusals():
+    with _refusals(data):
         if data.startswith(_JPEG):
             header = read_header(data)
             _check_size(header.height, header.width, max_pixels)
+            _check_bytes(data, header.height, header.width, max_pixels)
             return decode_jpeg(data)
         picture = _open(data, max_pixels)
         turn = _orientation(picture)
-        return np.ascontiguousarray(orient(picture_to_rgb(picture, background), turn))
+        pixels = picture_to_rgb(picture, background)
+        del picture  # its pixels, before those of the turned copy are made
+        return np.ascontiguousarray(orient(pixels, turn))
 
 
 def decode_mask(data: bytes, *, max_pixels: int = MAX_PIXELS) -> UInt8:
@@ -101,46 +164,77 @@ def decode_mask(data: bytes, *, max_pixels: int = MAX_PIXELS) -> UInt8:
 
     Gray levels are class numbers, palette entries count by their index, 1-bit pixels are 0
     and 1. Gray stored as color is accepted where the channels are equal, and alpha is left out.
-    Raises DecodeError.
+    Raises DecodeError, and MemoryError where memory ran out.
     """
-    with _refusals():
+    with _refusals(data):
         picture = _open(data, max_pixels)
         turn = _orientation(picture)
         if picture.format == "PNG" and data[_PNG_DEPTH] > 8 and len(picture.getbands()) > 1:
             # Pillow would keep the high byte of each number: 0 for every class.
             raise DecodeError(UNSUPPORTED, "a mask of 16 bits needs one channel")
-        return np.ascontiguousarray(orient(_to_classes(picture), turn))
+        kind = picture.getbands()
+        return np.ascontiguousarray(
+            orient(pixels_in_bands(picture, lambda part: _to_classes(part, kind)), turn)
+        )
 
 
 def read_size(data: bytes, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return height and width after rotation, from the header alone; raises DecodeError."""
-    with _refusals():
-        if data.startswith(_JPEG):
-            header = read_header(data)
-            _check_size(header.height, header.width, max_pixels)
-            return header.rotated_shape
-        picture = _open(data, max_pixels)
-        width, height = picture.size
-        return (width, height) if _orientation(picture) >= 5 else (height, width)
+    with _refusals(data):
+        return _upright_size(data, max_pixels)
+
+
+def _upright_size(data: bytes, max_pixels: int) -> tuple[int, int]:
+    if data.startswith(_JPEG):
+        header = read_header(data)
+        _check_size(header.height, header.width, max_pixels)
+        return header.rotated_shape
+    picture = _open(data, max_pixels)
+    width, height = picture.size
+    return (width, height) if _orientation(picture) >= 5 else (height, width)
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn whatever a decoder raises into a DecodeError."""
+def _refusals(data: bytes) -> Iterator[None]:
+    """Turn whatever a decoder raises on `data` into a DecodeError, or into a MemoryError."""
     try:
         yield
     except DecodeError:
         raise
     except Exception as ex:  # Pillow raises nearly every class on damaged files
+        # Some decoders only say that they failed: then ask whether there was memory to succeed.
+        if is_out_of_memory(ex) or not _is_free(_decoding_bytes(data)):
+            raise MemoryError(str(ex)) from ex
         raise DecodeError(*_reason(ex)) from ex
+
+
+@contextmanager
+def whole_images_only() -> Iterator[None]:
+    """Have Pillow refuse truncated files also where the program has told it to fill them up.
+
+    LOAD_TRUNCATED_IMAGES is Pillow's for the whole process; so this is for a run, not a file.
+    """
+    asked = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = asked
+
+
+def _is_free(size: int) -> bool:
+    """Whether the system would give this process `size` more bytes; nothing is touched."""
+    try:
+        mmap.mmap(-1, size).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _reason(ex: Exception) -> tuple[str, str]:
     text = str(ex).lower()
     if isinstance(ex, Image.DecompressionBombError | Image.DecompressionBombWarning):
         return TOO_LARGE, "more than Pillow decodes in this format"
-    if isinstance(ex, MemoryError):
-        return TOO_LARGE, "more than memory holds"
     if isinstance(ex, EOFError) or "truncated" in text:
         return TRUNCATED, ""
     if isinstance(ex, SyntaxError) and text.startswith("not a"):
@@ -156,12 +250,17 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
     """
     if not data:
         raise DecodeError(EMPTY)
-    if data.startswith(b"RIFF") and len(data) < 8 + int.from_bytes(data[4:8], "little"):
-        raise DecodeError(TRUNCATED)  # libwebp only says that it failed
+    if data.startswith(b"RIFF"):
+        if len(data) < 8 + int.from_bytes(data[4:8], "little"):
+            raise DecodeError(TRUNCATED)  # libwebp only says that it failed
+        height, width = _webp_size(data)
+        _check_size(height, width, max_pixels)
+        _check_bytes(data, height, width, max_pixels)
     for magic, opener in _OPENERS:
         if data.startswith(magic):
             picture = opener(io.BytesIO(data))
             _check_size(picture.height, picture.width, max_pixels)
+            _check_bytes(data, picture.height, picture.width, max_pixels)
             return picture
     raise DecodeError(NOT_A_PICTURE)
 
@@ -171,6 +270,52 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
         raise DecodeError(DAMAGED, f"{height}x{width} pixels")
     if height * width > max_pixels:
         raise DecodeError(TOO_LARGE, f"{height}x{width}, more than max_pixels={max_pixels}")
+
+
+def _check_bytes(data: bytes, height: int, width: int, max_pixels: int) -> None:
+    """Hold the memory that decoding takes, the file's own bytes included, against the cap."""
+    need = len(data) + _bytes_per_pixel(data) * height * width
+    if need > memory_cap(max_pixels):
+        raise DecodeError(
+            TOO_LARGE,
+            f"{height}x{width} take {in_bytes(need)} to decode, more than {BYTES_PER_PIXEL} bytes "
+            f"for each of max_pixels={max_pixels}",
+        )
+
+
+def _bytes_per_pixel(data: bytes) -> int:
+    """Return what decoding takes at its height, measured on pictures of 25 megapixels."""
+    if data.startswith(b"RIFF"):
+        return 17  # libwebp keeps two canvases of RGBA and hands out a copy
+    if data.startswith((b"II", b"MM")):
+        return 12  # the whole may be one strip of 64-bit pixels
+    if data.startswith(_JPEG):
+        header = read_header(data)
+        if header.frame not in _SEQUENTIAL or header.scan_components < header.components:
+            return 4 + 2 * header.components  # coefficients of all scans are kept
+    return 8
+
+
+def _decoding_bytes(data: bytes) -> int:
+    """Return what decoding takes, as far as the header says."""
+    need = _SPARE_BYTES
+    with suppress(Exception):
+        shape = _webp_size(data) if data.startswith(b"RIFF") else _upright_size(data, sys.maxsize)
+        need += _bytes_per_pixel(data) * shape[0] * shape[1]
+    return need
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Return height and width of a WebP file (RFC 9649), before libwebp makes canvases for it."""
+    kind, word = data[12:16], int.from_bytes(data[21:25], "little")
+    if kind == b"VP8X":
+        return int.from_bytes(data[27:30], "little") + 1, int.from_bytes(data[24:27], "little") + 1
+    if kind == b"VP8L":
+        return (word >> 14 & 0x3FFF) + 1, (word & 0x3FFF) + 1
+    if kind == b"VP8 ":
+        sides = struct.unpack_from("<HH", data, 26)
+        return sides[1] & 0x3FFF, sides[0] & 0x3FFF
+    raise DecodeError(NOT_A_PICTURE)
 
 
 def _orientation(picture: ImageFile.ImageFile) -> int:
@@ -187,13 +332,15 @@ def _orientation(picture: ImageFile.ImageFile) -> int:
 def picture_to_rgb(picture: Image.Image, background: Color) -> UInt8:
     """Return the pixels of a Pillow picture as RGB uint8 (H, W, 3), alpha composited."""
     if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format != "TIFF"):
-        return _gray16_to_rgb(picture, background)
+        return pixels_in_bands(picture, lambda part: _gray16_to_rgb(part, background))
     if picture.mode in ("F", "I", "LAB"):
         raise DecodeError(UNSUPPORTED, f"Pillow mode {picture.mode}")
     picture.load()
     if picture.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in picture.info:
-        return _composite(np.asarray(picture.convert("RGBA")), background)
-    return np.asarray(picture.convert("RGB"))
+        return pixels_in_bands(
+            picture, lambda part: _composite(np.asarray(part.convert("RGBA")), background)
+        )
+    return pixels_in_bands(picture, lambda part: np.asarray(part.convert("RGB")))
 
 
 def _gray16_to_rgb(picture: Image.Image, background: Color) -> UInt8:
@@ -212,12 +359,12 @@ def _composite(rgba: UInt8, background: Color) -> UInt8:
     return ((rgba[..., :3] * alpha + below + 127) // 255).astype(np.uint8)
 
 
-def _to_classes(picture: ImageFile.ImageFile) -> UInt8:
+def _to_classes(picture: Image.Image, bands: tuple[str, ...]) -> UInt8:
     values = np.asarray(picture)
     if values.dtype.kind == "f":
         raise DecodeError(UNSUPPORTED, "a mask needs whole numbers")
     if values.ndim == 3:
-        if picture.getbands()[-1] == "A":
+        if bands[-1] == "A":
             values = values[..., :-1]
         if (values != values[..., :1]).any():
             raise DecodeError(UNSUPPORTED, "a mask needs one channel of class numbers")

@@ -1,7 +1,7 @@
 """One block of pictures, read, decoded, sized and encoded, with what is to be known of each."""
 
+import errno
 import os
-import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.codec import MAX_JPEG_SIDE, encode_jpeg, rgb_to_nv12
+from h5feed.cores import is_out_of_memory
 from h5feed.errors import PackError
 from h5feed.packing.dataset_source import DatasetSource
-from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb
+from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb, read_file
 from h5feed.packing.options import PackOptions
 from h5feed.packing.sizing import Box, fit_image, fit_mask
 from h5feed.packing.sources import Source
@@ -24,8 +25,8 @@ __all__ = ["Job", "Payload", "Record", "Skip", "encode_block", "field_sizes", "r
 Pixels = npt.NDArray[np.uint8]
 Payload = bytes | memoryview
 _JPEG_MAGIC = b"\xff\xd8\xff"
-# Without O_NONBLOCK, opening a named pipe would wait for its writer for good.
-_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+# What the system lacks, not the file: to skip the file would be to lose a good image.
+_OF_THE_SYSTEM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,16 @@ def encode_block(
             items.append((index, _encode(job, index)))
         except DecodeError as ex:
             skips.append(Skip(index, ex.reason, ex.detail))
-        except OSError as ex:
+        except Exception as ex:
+            if is_out_of_memory(ex):
+                raise PackError(
+                    f"out of memory at {job.name(index)}: fewer --workers or a smaller "
+                    "--max-pixels need less"
+                ) from ex
+            if not isinstance(ex, OSError):
+                raise
+            if ex.errno in _OF_THE_SYSTEM:
+                raise PackError(f"cannot read {job.name(index)}: {ex.strerror}") from ex
             skips.append(Skip(index, "cannot be read", ex.strerror or str(ex)))
     payloads = [[item.payloads[k] for _, item in items] for k in range(len(job.specs))]
     record = Record(
@@ -152,8 +162,8 @@ def _encode(job: Job, index: int) -> _Item:
 def _load(job: Job, index: int) -> tuple[Pixels, int]:
     if isinstance(job.source, DatasetSource):
         return job.source.rgb(index), 0
-    data = _read(job.source.path(index))
     options = job.options
+    data = read_file(job.source.path(index), max_pixels=options.max_pixels)
     rgb = decode_rgb(data, background=options.background, max_pixels=options.max_pixels)
     return rgb, len(data)
 
@@ -172,7 +182,8 @@ def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
     path = job.source.mask_path(index)
     if path is None:
         raise DecodeError("no mask")
-    mask = decode_mask(_read(path))
+    most = job.options.max_pixels
+    mask = decode_mask(read_file(path, max_pixels=most), max_pixels=most)
     if mask.shape != shape:
         sizes = f"mask {mask.shape[0]}x{mask.shape[1]}, picture {shape[0]}x{shape[1]}"
         raise DecodeError("mask of another size", sizes)
@@ -183,7 +194,7 @@ def _original(job: Job, index: int) -> _Item:
     """Return a JPEG file's own bytes, decoded once to know that they can be."""
     assert isinstance(job.source, Source)
     options = job.options
-    data = _read(job.source.path(index))
+    data = read_file(job.source.path(index), max_pixels=options.max_pixels)
     is_jpeg = data.startswith(_JPEG_MAGIC)
     if data and not is_jpeg and options.non_jpeg == "refuse":
         raise PackError(
@@ -198,25 +209,6 @@ def _original(job: Job, index: int) -> _Item:
         )
     payload = data if is_jpeg else encode_jpeg(rgb, options.quality)
     return _Item((payload,), shape, shape, (0, 0, *shape), len(data))
-
-
-def _read(path: bytes) -> bytes:
-    """Read a file whole: without Python's buffering, which costs small files 10 µs each."""
-    handle = os.open(path, _OPEN_FLAGS)
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise DecodeError("not a regular file")
-        size = status.st_size
-        data = os.read(handle, size + 1)
-        while len(data) < size:
-            more = os.read(handle, size - len(data))
-            if not more:
-                break
-            data += more
-        return data
-    finally:
-        os.close(handle)
 
 
 def _rows(specs: Sequence[FieldSpec], items: list[tuple[int, _Item]]) -> npt.NDArray[np.void]:

@@ -44,7 +44,8 @@ class PackOptions:
     background: tuple[int, int, int] = (255, 255, 255)
     """Red, green, blue under transparent pixels and around letterboxed pictures."""
     max_pixels: int = MAX_PIXELS
-    """A picture of more pixels, by its header, is skipped and not decoded."""
+    """A picture of more pixels, by its header, is skipped and not decoded; so is one that takes
+    more than 12 bytes of memory for each of them. A worker takes no more: 2.2 GB by default."""
     non_jpeg: Literal["refuse", "reencode"] = "refuse"
     """What store original does with files that are not JPEG."""
     any_size: bool = False

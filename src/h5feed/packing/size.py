@@ -1,12 +1,10 @@
 """The stored size that `--size auto` stands for, from the headers of a sample of the pictures."""
 
-import os
-import stat
 from collections.abc import Iterator
 
 from h5feed.errors import PackError
 from h5feed.packing.dataset_source import DatasetSource
-from h5feed.packing.decode import DecodeError, read_size
+from h5feed.packing.decode import NOT_A_PICTURE, TOO_LARGE, DecodeError, read_file, read_size
 from h5feed.packing.options import PackOptions
 from h5feed.packing.sizing import auto_size, check_size
 from h5feed.packing.sources import Source
@@ -62,15 +60,11 @@ def _sample(count: int, most: int) -> range:
 
 
 def _read_size(path: bytes, max_pixels: int) -> tuple[int, int]:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would wait for its writer for good
-        raise DecodeError("not a regular file")
-    with open(path, "rb", buffering=0) as file:
-        head = file.read(_HEAD_BYTES)
-        try:
-            return read_size(head, max_pixels=max_pixels)
-        except DecodeError:
-            # A TIFF's directory may lie at the end, a JPEG's behind a large thumbnail.
-            rest = file.read() if len(head) == _HEAD_BYTES else b""
-            if not rest:
-                raise
-            return read_size(head + rest, max_pixels=max_pixels)
+    head = read_file(path, max_pixels=max_pixels, most=_HEAD_BYTES)
+    try:
+        return read_size(head, max_pixels=max_pixels)
+    except DecodeError as ex:
+        # A TIFF's directory may lie at the end, a JPEG's behind a large thumbnail.
+        if len(head) < _HEAD_BYTES or ex.reason in (NOT_A_PICTURE, TOO_LARGE):
+            raise
+    return read_size(read_file(path, max_pixels=max_pixels), max_pixels=max_pixels)

@@ -8,12 +8,14 @@ hold `_HELD_BYTES` of finished pixels: until then they go on with their next blo
 import ctypes
 import gc
 import multiprocessing
+import multiprocessing.popen_fork
+import multiprocessing.sharedctypes  # here: a worker's start must not depend on importing
 import os
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -23,6 +25,8 @@ import cv2
 
 from h5feed.errors import H5FeedError, PackError
 from h5feed.packing.blocks import PayloadFiles, blocks
+from h5feed.packing.dataset_source import DatasetSource
+from h5feed.packing.decode import whole_images_only
 from h5feed.packing.encode import Job, Payload, Record, encode_block
 from h5feed.packing.ledger import Ledger
 
@@ -73,7 +77,8 @@ def pack_here(job: Job, target: Target, ledger: Ledger, tick: Tick) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a picture is too small to share, and the bytes must not depend on it
     try:
-        with PayloadFiles(*target) as files:
+        strict = nullcontext() if isinstance(job.source, DatasetSource) else whole_images_only()
+        with PayloadFiles(*target) as files, strict:
             for start, stop in blocks(ledger.stop, ledger.total, 1, job.specs[0]):
                 record, payloads = encode_block(job, start, stop, ledger.skips_left)
                 files.write(ledger.accept(record), payloads)
@@ -128,7 +133,12 @@ def _team(job: Job, target: Target, count: int) -> Iterator[list[_Worker]]:
     team: list[_Worker] = []
     try:
         for _ in range(count):
-            team.append(_Worker(context, job, target, team))
+            try:
+                team.append(_Worker(context, job, target, team))
+            except OSError as ex:  # no memory, no descriptors, no processes
+                raise PackError(
+                    f"cannot start {count} worker processes: {ex.strerror}: give fewer --workers"
+                ) from ex
         yield team
     finally:
         for worker in team:
@@ -231,7 +241,7 @@ def _serve(
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     try:
-        with PayloadFiles(*target) as files:
+        with PayloadFiles(*target) as files, whole_images_only():
             _work(job, conn, files, current)
     except (EOFError, ConnectionError):
         pass  # the coordinator is gone, or wants no more

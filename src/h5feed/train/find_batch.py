@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from h5feed.cores import available_memory
+from h5feed.cores import available_memory, is_out_of_memory
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.distributed import World
 from h5feed.train.limits import above_zero, at_least
-from h5feed.train.step import Batch, TrainStep, is_out_of_memory
+from h5feed.train.step import Batch, TrainStep
 from h5feed.train.trial import kept
 
 __all__ = ["BatchRange", "BatchSizes", "BatchTrial", "find_batch"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
+from h5feed.cores import is_out_of_memory
 from h5feed.errors import H5FeedError
 from h5feed.train.compiled import for_scoring
 from h5feed.train.config import TrainConfig
@@ -17,7 +18,6 @@ from h5feed.train.recorder import Summary
 from h5feed.train.saver import weights_are_finite
 from h5feed.train.setup import Run, prepare
 from h5feed.train.sources import open_data
-from h5feed.train.step import is_out_of_memory
 
 __all__ = ["run_epochs", "train"]
 

@@ -23,25 +23,9 @@ from h5feed.train.mix import mix_batch
 from h5feed.train.optim import clip_gradients
 from h5feed.train.tasks import Task
 
-__all__ = ["Batch", "TrainStep", "is_out_of_memory"]
+__all__ = ["Batch", "TrainStep"]
 
 Batch = tuple[Tensor, Tensor]
-
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "cudnn_status_alloc_failed",
-    "cublas_status_alloc_failed",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a device or in the machine."""
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
 
 
 @dataclass(slots=True, kw_only=True)
