@@ -7,6 +7,7 @@ from bench.ablations import outcome, packed_config
 from h5feed.bench import ablate as module
 from h5feed.bench import tricks
 from h5feed.bench.ablate import ablate
+from h5feed.bench.ablate_report import as_text
 from h5feed.bench.ablation import AblateOptions
 from h5feed.errors import UsageError
 from h5feed.train.configfile import read_config
@@ -113,6 +114,40 @@ def test_the_folder_is_read_by_the_plain_loop_alone(tmp_path, measured):
 def test_without_the_trick_of_packing_the_folder_is_not_read(tmp_path, measured):
     ablate(packed_config(tmp_path), AblateOptions(images=tmp_path, only=("H5Loader",)))
     assert {config.data.loader for _, config in measured} == {"dataloader", "h5loader", "synthetic"}
+
+
+def test_what_torch_does_by_default_is_only_left_out(tmp_path, measured):
+    options = AblateOptions(only=("channels_last", "gradients to None"))
+    found = ablate(packed_config(tmp_path), options)
+    assert [row.name for row in found.rows] == [
+        "the plain loop",
+        "+ channels_last",
+        "all but channels_last",
+        "all but gradients to None",
+    ]
+    undone = [entry.name for entry, config in measured if not config.optim.set_to_none]
+    assert undone == ["all but gradients to None", "all but gradients to None, no data"]
+
+
+def test_a_row_above_its_ceiling_is_in_doubt_where_the_spread_does_not_explain_it(
+    tmp_path, measured, monkeypatch
+):
+    def rate(config):
+        return {"h5loader": 150.0, "dataloader": 110.0, "synthetic": 100.0}[config.data.loader]
+
+    monkeypatch.setitem(globals(), "rate_of", rate)
+    rows, found = rows_of(tmp_path, leave_one_out=False)
+    assert rows["the plain loop"].input_bound == pytest.approx(-0.1)
+    assert rows["the plain loop"].doubts == ()  # windows overlap: 99 to 121, and 90 to 110
+    assert rows["+ H5Loader"].doubts == (
+        "its slowest window (135 img/s) is faster than any on data that costs nothing (110): one "
+        "of the two was disturbed",
+    )
+    said = as_text(found)
+    assert "In doubt: + H5Loader: its slowest window (135 img/s)" in said
+    assert "in doubt" in said
+    assert "-50%" not in said
+    assert "-10%" not in said
 
 
 def test_leaving_out_can_be_left_out(tmp_path, measured):

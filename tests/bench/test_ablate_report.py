@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,13 @@ def test_markdown_has_a_row_for_each_trick_and_what_leaving_it_out_costs(ablatio
     assert rows[3].startswith("| + H5Loader | 250 | – | 2.50× | 3.00× |")
     assert rows[4].startswith("| + AMP | 300 | – | 1.20× | failed |")
     assert rows[4].endswith("| 1.5×; V100 [1] |")
+
+
+def test_what_torch_does_by_default_has_the_row_that_leaves_it_out(ablation):
+    default = Row(name="all but None", group="without", tricks=("AMP",), rates=(90.0,), ratio=1.1)
+    more = replace(ablation, rows=(*ablation.rows, default))
+    rows = [line for line in as_markdown(more).splitlines() if line.startswith("| all but")]
+    assert [row[:35] for row in rows] == ["| all but None | 90 | – | – | 1.10×"]
 
 
 def test_json_brings_it_back(ablation):

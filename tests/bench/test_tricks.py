@@ -38,8 +38,8 @@ def test_the_plain_loop_has_no_trick(tmp_path):
         "drop_biases": False,
         "checkpoint": False,
         "implementation": "for-loop",
-        "set_to_none": False,
-        "precision": "fp32",
+        "set_to_none": True,  # torch's own defaults are no trick
+        "precision": "torch",
         "channels_last": False,
         "compile": "off",
         "cudnn_benchmark": False,
@@ -75,7 +75,6 @@ def test_without_torchvision_h5loader_is_all_there_is(tmp_path, monkeypatch):
         ("channels_last", {"channels_last": True}),
         ("no useless biases", {"drop_biases": True}),
         ("fused optimizer", {"implementation": "fused"}),
-        ("gradients to None", {"set_to_none": True}),
         ("loss read seldom", {"log_every": 20}),
         ("torch.compile", {"compile": "default"}),
     ],
@@ -84,6 +83,13 @@ def test_each_trick_is_one_switch(tmp_path, name, switched):
     base = plain(make_config(tmp_path), IMAGES)
     trick = next(trick for trick in TRICKS if trick.name == name)
     assert changed(base, trick.apply(base)) == switched
+
+
+def test_what_torch_does_by_default_can_only_be_undone(tmp_path):
+    base = plain(make_config(tmp_path), IMAGES)
+    trick = next(trick for trick in TRICKS if trick.name == "gradients to None")
+    assert trick.apply(base) == base
+    assert changed(base, trick.undo(base)) == {"set_to_none": False}
 
 
 def test_h5loader_comes_after_packing(tmp_path):

@@ -16,7 +16,12 @@ def switches():
 @pytest.mark.parametrize("benchmark", [True, False])
 @pytest.mark.parametrize(
     ("precision", "tf32", "matmul"),
-    [("fp32", False, "highest"), ("tf32", True, "high"), ("bf16", True, "high")],
+    [
+        ("fp32", False, "highest"),
+        ("tf32", True, "high"),
+        ("bf16", True, "high"),
+        ("torch", *switches()[1:]),
+    ],
 )
 def test_backends_are_switched_and_put_back(precision, tf32, matmul, benchmark):
     before = switches()

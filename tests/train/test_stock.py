@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from h5feed.feed.random import hash_ints
 from h5feed.train.config import DataConfig
 from h5feed.train.distributed import World
 from h5feed.train.stock import Augmented, ScoringLoader, StockLoader
@@ -84,6 +85,17 @@ def test_an_epoch_leaves_the_process_generator_alone(workers):
     for loader in loaders:
         assert len(list(loader)) == 3
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_samples_seed_costs_no_look_at_every_device(monkeypatch):
+    """torch.manual_seed and fork_rng do, 98 µs a sample: the stock rows were 37 % dearer."""
+    drawing = Augmented(SAMPLES, lambda image: image + torch.rand(1), seed=0, masks=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hash_ints(0, 3, 5))
+        expected = SAMPLES[5][0] + torch.rand(1)
+    monkeypatch.setattr(torch, "manual_seed", None)
+    monkeypatch.setattr(torch.random, "fork_rng", None)
+    assert torch.equal(drawing[3, 5][0], expected)
 
 
 def test_a_transforms_draws_leave_the_process_generator_alone():

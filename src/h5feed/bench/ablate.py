@@ -19,7 +19,7 @@ import torch
 from h5feed.bench import machine
 from h5feed.bench.ablation import AblateOptions, Ablation, Row
 from h5feed.bench.measure import Expectation
-from h5feed.bench.outcomes import Outcome
+from h5feed.bench.outcomes import Outcome, suspicions
 from h5feed.bench.rounds import Entry, Schedule, run
 from h5feed.bench.tricks import CHECKPOINTING, Trick, packed, plain, synthetic, usable
 from h5feed.errors import UsageError
@@ -87,6 +87,8 @@ def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) 
         made = base
         for one in on:
             made = one.apply(made)
+        if group == "without" and trick is not None and trick.undo is not None:
+            made = trick.undo(made)
         free = synthetic(made)  # of the packed file, whose kind it takes
         if made.data.loader == "imagefolder":
             assert options.images is not None
@@ -96,8 +98,9 @@ def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) 
         )
 
     rows = [planned("the plain loop", "cumulative", [], None)]
-    for count, trick in enumerate(tricks, 1):
-        rows.append(planned(f"+ {trick.name}", "cumulative", tricks[:count], trick))
+    added = [trick for trick in tricks if trick.undo is None]
+    for count, trick in enumerate(added, 1):
+        rows.append(planned(f"+ {trick.name}", "cumulative", added[:count], trick))
     if options.leave_one_out and len(tricks) > 1:
         for trick in tricks:
             rest = [one for one in tricks if one is not trick]
@@ -158,6 +161,7 @@ def _rows(
     for row in rows:
         real = found[row.config]
         ceiling = found[row.synthetic]
+        below = _below(real, ceiling)
         before = everything
         if row.group == "cumulative" and row.trick is not None:
             before = rates[cumulative[cumulative.index(row.name) - 1]]
@@ -172,10 +176,21 @@ def _rows(
             final_loss=real.extra.get("final_loss"),
             ceiling=ceiling.rate,
             input_bound=1 - real.rate / ceiling.rate if real.rate and ceiling.rate else None,
+            doubts=(*suspicions(real), *below),
             cpu_seconds_per_1000=real.cpu_seconds_per_1000,
             published=None if row.trick is None else row.trick.published,
             error=real.error or ceiling.error,
         )
+
+
+def _below(real: Outcome, ceiling: Outcome) -> list[str]:
+    """Say that a ceiling lies below what it should bound, further than the windows are spread."""
+    if not real.rates or not ceiling.rate or min(real.rates) <= max(ceiling.rates):
+        return []
+    return [
+        f"its slowest window ({min(real.rates):,.0f} img/s) is faster than any on data that costs "
+        f"nothing ({max(ceiling.rates):,.0f}): one of the two was disturbed"
+    ]
 
 
 def _ratio(group: str, rate: float | None, before: float | None) -> float | None:

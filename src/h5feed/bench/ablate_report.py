@@ -25,6 +25,13 @@ def _ratio(row: Row) -> str:
     return "–" if row.ratio is None else f"{row.ratio:.2f}×"
 
 
+def _input_bound(row: Row) -> str:
+    """No share is below nothing: that much of it is noise, or an error that `doubts` names."""
+    if row.input_bound is None or row.input_bound >= 0:
+        return _number(row.input_bound, ".0%")
+    return "in doubt" if row.doubts else "0%"
+
+
 Cell = Callable[[Row], str]
 
 
@@ -50,7 +57,7 @@ def _columns(sources: Sequence[str]) -> dict[str, Cell]:
         "peak MB": lambda row: _number(row.memory_bytes, ",.0f", 1e-6),
         "loss": lambda row: _number(row.final_loss, ".3f"),
         "ceiling": lambda row: _number(row.ceiling),
-        "input-bound": lambda row: _number(row.input_bound, ".0%"),
+        "input-bound": _input_bound,
         "CPU s/1000": lambda row: _number(row.cpu_seconds_per_1000, ".2f"),
         "published elsewhere": published,
     }
@@ -65,6 +72,7 @@ def _foot(ablation: Ablation) -> list[str]:
     lines = [
         f"Measured on {', '.join([ablation.machine, *versions])}.",
         *(f"[{number}] {source}." for number, source in enumerate(_sources(ablation), 1)),
+        *(f"In doubt: {row.name}: {doubt}" for row in ablation.rows for doubt in row.doubts),
         *(f"Not measured: {what}" for what in ablation.left_out),
     ]
     if not ablation.is_smoke:
@@ -90,6 +98,11 @@ def as_text(ablation: Ablation) -> str:
     return "\n".join([ablation.title, "", *table, "", f"{worth} {_CEILING}", *_foot(ablation)])
 
 
+def _trick(row: Row) -> str:
+    """Return the name of the trick that a row adds or leaves out."""
+    return row.name.removeprefix("+ ").removeprefix("all but ")
+
+
 _PAGE = (
     "row", "img/s", "spread", "worth", "left out", "s/epoch", "peak MB", "loss", "ceiling",
     "input-bound", "CPU s/1000", "published elsewhere",
@@ -97,16 +110,23 @@ _PAGE = (
 
 
 def as_markdown(ablation: Ablation) -> str:
-    """Return the table for a page: a row for each trick, and what leaving it out costs."""
+    """Return the table for a page: a row for each trick, and what leaving it out costs.
+
+    What torch does by default has no row that adds it, only the one that leaves it out.
+    """
+    added = {_trick(row) for row in ablation.rows if row.group == "cumulative"}
     missed = {
-        row.name.removeprefix("all but "): "failed" if row.error else _ratio(row)
+        _trick(row): "failed" if row.error else _ratio(row)
         for row in ablation.rows
         if row.group == "without"
     }
     columns = _columns(_sources(ablation))
-    columns["left out"] = lambda row: missed.get(row.name.removeprefix("+ "), "–")
+    columns["left out"] = lambda row: missed.get(_trick(row), "–")
+    columns["worth"] = lambda row: "–" if row.group == "without" else _ratio(row)
     rows = [
-        [columns[head](row) for head in _PAGE] for row in ablation.rows if row.group != "without"
+        [columns[head](row) for head in _PAGE]
+        for row in ablation.rows
+        if row.group != "without" or _trick(row) not in added
     ]
     table = markdown_table(_PAGE, rows, (0, len(_PAGE) - 1))
     worth = "worth: against the row before; left out: all together against all but this one."
@@ -130,7 +150,7 @@ def from_dict(values: Mapping[str, Any]) -> Ablation:
 def _row(saved: Mapping[str, Any]) -> Row:
     given = {key: value for key, value in saved.items() if key != "images_per_second"}
     published = given.pop("published")
-    given["tricks"], given["rates"] = tuple(given["tricks"]), tuple(given["rates"])
+    given |= {name: tuple(given.get(name, ())) for name in ("tricks", "rates", "doubts")}
     return Row(**given, published=None if published is None else Published(**published))
 
 

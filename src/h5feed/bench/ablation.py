@@ -63,7 +63,10 @@ class Row:
     ceiling: float | None = None
     """Images per second with data that costs nothing."""
     input_bound: float | None = None
-    """1 − t_synthetic / t_real; below 0 where the difference drowns in the spread."""
+    """1 − t_synthetic / t_real; below 0 where the difference drowns in the spread, or where
+    something is wrong (see `doubts`)."""
+    doubts: tuple[str, ...] = ()
+    """What must be explained before the row may be believed."""
     cpu_seconds_per_1000: float | None = None
     published: Published | None = None
     error: str | None = None

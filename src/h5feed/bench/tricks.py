@@ -43,6 +43,8 @@ class Trick:
     apply: Callable[[TrainConfig], TrainConfig]
     needs: Callable[[TrainConfig, Path | None], str | None] = lambda _config, _images: None
     """Why it means nothing here, or None. Arguments: configuration, folder of pictures."""
+    undo: Callable[[TrainConfig], TrainConfig] | None = None
+    """Switches off what torch does by default: the plain loop has it, and it is only left out."""
     published: Published | None = None
 
 
@@ -144,7 +146,11 @@ TRICKS: tuple[Trick, ...] = (
             figure="about 1.05×, apex's fused Adam", hardware="hardware not stated", source=_KUHN
         ),
     ),
-    Trick(name="gradients to None", apply=_switch("optim", set_to_none=True)),
+    Trick(
+        name="gradients to None",
+        apply=_switch("optim", set_to_none=True),
+        undo=_switch("optim", set_to_none=False),
+    ),
     Trick(name="loss read seldom", apply=_switch("debug", log_every=20)),
     Trick(
         name="torch.compile",
@@ -172,6 +178,8 @@ CHECKPOINTING = Trick(
 def plain(config: TrainConfig, images: Path | None) -> TrainConfig:
     """Return `config` as the loop of the blogs: no trick; a folder of files where there is one.
 
+    What torch does by default stays: gradients set to None, TF32 in convolutions, one kernel per
+    operation for all weights on a GPU. Turned off, the first trick would be torch's own.
     Stock loaders need torchvision's transforms; without it H5Loader is all there is.
     """
     stock = "imagefolder" if images else "dataloader"
@@ -188,10 +196,14 @@ def plain(config: TrainConfig, images: Path | None) -> TrainConfig:
         config,
         data=data,
         model=replace(config.model, drop_biases=False, checkpoint=False),
-        optim=replace(config.optim, implementation="for-loop", set_to_none=False),
+        optim=replace(
+            config.optim,
+            implementation="for-loop" if _cuda(config, None) else "foreach",
+            set_to_none=True,
+        ),
         speed=replace(
             config.speed,
-            precision="fp32",
+            precision="torch",
             channels_last=False,
             compile="off",
             cudnn_benchmark=False,

@@ -25,7 +25,7 @@ __all__ = [
 
 LoaderName = Literal["h5loader", "dali", "dataloader", "imagefolder", "synthetic"]
 ScheduleName = Literal["constant", "onecycle", "cyclic", "cosine", "linear", "step"]
-Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["auto", "torch", "fp32", "tf32", "bf16", "fp16"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
 DebugTool = Literal["off", "anomaly", "profile", "gradcheck", "nvtx"]
@@ -221,7 +221,8 @@ class SpeedConfig:
 
     precision: Precision = "auto"
     """fp32 (true), tf32 (Ampere's matrix units), bf16 or fp16 autocast (fp16 with a gradient
-    scaler); auto takes bf16 on a GPU that has it, else fp32."""
+    scaler), or torch, as torch leaves it (fp32, and tf32 in convolutions); auto takes bf16 on a
+    GPU that has it, else fp32."""
     channels_last: bool = True
     """Weights and pictures in NHWC memory, which convolutions like."""
     compile: CompileMode = "off"

@@ -20,7 +20,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(config: SpeedConfig, device: torch.device) -> str:
-    """Return fp32, tf32, bf16 or fp16; UsageError where `device` does not have it."""
+    """Return torch, fp32, tf32, bf16 or fp16; UsageError where `device` does not have it."""
     wanted = config.precision
     on_cuda = device.type == "cuda"
     ampere = on_cuda and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -54,13 +54,15 @@ def make_scaler(precision: str, device: torch.device) -> GradScaler:
 def backends(precision: str, *, cudnn_benchmark: bool) -> Iterator[None]:
     """Set cuDNN's autotuner and TF32 for as long as the block lasts.
 
-    fp32 means true fp32, in convolutions too, where torch's own default is TF32.
+    fp32 means true fp32, in convolutions too, where torch's own default is TF32; torch leaves
+    both as they are.
     """
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision())
     cudnn.benchmark = cudnn_benchmark
-    cudnn.allow_tf32 = precision != "fp32"
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    if precision != "torch":
+        cudnn.allow_tf32 = precision != "fp32"
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     try:
         yield
     finally:
