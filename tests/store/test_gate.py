@@ -1,5 +1,6 @@
 """Files that are not what they claim: each gets one clear H5FormatError at opening."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from h5feed.errors import H5FormatError
 from h5feed.store import read_index
-from packed import image_spec, random_images, write_packed
+from packed import image_spec, mask_spec, random_images, write_packed, write_provenance
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_more_labels_than_images(packed):
 
 def test_lying_geometry(packed):
     with h5py.File(packed, "r+") as file:
-        file["images"].attrs["height"] = np.int64(10**6)
+        file["images"].attrs["height"] = np.int64(10**4)
     assert "/images is uint8" in refusal(packed)
 
 
@@ -187,7 +188,9 @@ def test_class_number_without_a_class(tmp_path):
 @pytest.mark.parametrize("box", [(-1, 0, 4, 4), (0, 0, 33, 4), (0, 0, 0, 4)])
 def test_box_outside_the_letterbox(tmp_path, box):
     boxes = np.tile(np.int32(box), (3, 1))
-    path = write_packed(tmp_path / "x.h5", random_images(3), boxes=boxes)
+    path = write_packed(
+        tmp_path / "x.h5", random_images(3), boxes=boxes, spec=image_spec(fit="pad")
+    )
     assert "/boxes has a box outside" in refusal(path)
 
 
@@ -213,10 +216,163 @@ def test_offsets_beyond_the_payload(tmp_path):
 
 def test_sizes_that_do_not_agree_with_offsets(tmp_path):
     images = random_images(3)
-    shapes = np.full((3, 2), 31, np.int32)
+    shapes = np.int32([[32, 33]] * 3)
     spec = image_spec(fit="keep")
     path = write_packed(tmp_path / "x.h5", images, spec=spec, stored_shapes=shapes)
     assert "does not agree with its shapes" in refusal(path)
+
+
+def test_offsets_that_wrap_around_int64(tmp_path):
+    """Their differences as int64 are all positive: only a comparison sees it."""
+    path = encoded(tmp_path / "x.h5")
+    for name in ("images/offsets", "keys/offsets"):
+        with h5py.File(path, "r+") as file:
+            kept = file[name][()]
+            offsets = kept.copy()
+            offsets[3:6] = [2**63 - 10, -(2**63) + 5, -(2**62)]
+            assert (np.diff(offsets) > 0).all()
+            file[name][...] = offsets
+        assert f"/{name} is not rising from 0 to " in refusal(path)
+        with h5py.File(path, "r+") as file:
+            file[name][...] = kept
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_file_that_this_process_has_open_with_h5py(packed, mode):
+    with h5py.File(packed, mode):
+        assert len(read_index(packed)) == 10
+
+
+def geometry(**changes):
+    return lambda file: file["images"].attrs.update(
+        {k: np.bytes_(v) if isinstance(v, str) else np.int64(v) for k, v in changes.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (geometry(channels=1), "/images has channels=1, where h5feed writes 3"),
+        (geometry(channels=4), "/images: height=32, width=32 or channels=4 is out"),
+        (geometry(height=2**40), "/images: height=1099511627776, width=32 or"),
+        (geometry(height=65_000, width=65_000), "/images: height=65000, width=65000 or"),
+        (geometry(height=-1), "/images: height=-1, width=32 or"),
+        (
+            geometry(color_space="\x1b[2J"),
+            "/images has color_space='\\x1b[2J', where h5feed writes",
+        ),
+        (geometry(interpolation="none"), "/images has interpolation='none', where h5feed writes"),
+        (
+            geometry(encoding="zip"),
+            "/images: encoding='zip' is none of raw, yuv420, jpeg, original",
+        ),
+        (geometry(fit="x"), "/images: fit='x' is none of stretch, crop, pad, keep"),
+        (geometry(layout="CHW"), "/images: layout='CHW' is not 'HWC'"),
+    ],
+)
+def test_images_that_packing_never_writes(packed, change, said):
+    with h5py.File(packed, "r+") as file:
+        change(file)
+    assert said in refusal(packed)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "said"),
+    [
+        ({"channels": 3}, (32, 32, 3), "/masks has channels=3, where h5feed writes 1"),
+        ({"encoding": "yuv420", "channels": 3}, (48, 32), "/masks has encoding='yuv420', where"),
+        ({"height": 16}, (16, 32, 1), "/masks has height=16, where h5feed writes 32"),
+        ({"fit": "crop"}, (32, 32, 1), "/masks has fit='crop', where h5feed writes 'stretch'"),
+    ],
+)
+def test_masks_that_packing_never_writes(tmp_path, options, shape, said):
+    spec = dataclasses.replace(mask_spec(), **options)
+    masks = [np.zeros(shape, np.uint8)] * 2
+    path = write_packed(tmp_path / "x.h5", random_images(2), masks=masks, mask_spec=spec)
+    assert said in refusal(path)
+
+
+def test_a_field_of_another_name(packed):
+    with h5py.File(packed, "r+") as file:
+        file.copy("images", "depth")
+    assert "/depth is nothing that h5feed writes" in refusal(packed)
+
+
+KEEP = {"spec": image_spec(size=(8, 8), fit="keep")}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "said"),
+    [
+        ([[8200, 8200]], KEEP, "/images/shapes has an item of over 67108864 pixels"),
+        ([[8, 70_000]], KEEP, "/images/shapes has a side of 70000 pixels, and 65500 is the most"),
+        ([[8, 0]], KEEP, "/images/shapes has a side below 1"),
+        ([[9, 8]], {"spec": image_spec("jpeg", (8, 8))}, "/images/shapes has sizes other than 8x8"),
+    ],
+)
+def test_items_of_sizes_that_packing_never_writes(tmp_path, shapes, options, said):
+    images = [np.zeros((1, 1, 3), np.uint8)]
+    shapes = np.int32(shapes)
+    path = write_packed(tmp_path / "x.h5", images, stored_shapes=shapes, **options)
+    assert said in refusal(path)
+
+
+def test_an_encoded_item_of_no_bytes(tmp_path):
+    shapes = np.full((2, 2), 32, np.int32)
+    spec = image_spec("jpeg")
+    path = write_packed(tmp_path / "x.h5", [b"", b"x"], spec=spec, stored_shapes=shapes)
+    assert "/images/offsets has an item of no bytes" in refusal(path)
+
+
+def test_a_source_longer_than_any(tmp_path):
+    shapes = np.int32([[1, 2**31 - 1]] * 2)
+    path = write_packed(tmp_path / "x.h5", random_images(2), source_shapes=shapes)
+    assert "/source_shapes has a side of 2147483647 pixels, and 536870912 is" in refusal(path)
+
+
+def test_boxes_without_a_letterbox_and_a_letterbox_without_boxes(tmp_path):
+    boxes = np.tile(np.int32([0, 0, 4, 4]), (2, 1))
+    path = write_packed(tmp_path / "x.h5", random_images(2), boxes=boxes)
+    assert "/boxes belongs to fit=pad, and /images has fit=stretch" in refusal(path)
+    path = write_packed(tmp_path / "y.h5", random_images(2), spec=image_spec(fit="pad"))
+    assert "/boxes belongs to fit=pad, and it has none" in refusal(path)
+
+
+def test_targets_of_no_numbers(tmp_path):
+    labels = np.zeros((2, 0), np.float32)
+    path = write_packed(tmp_path / "x.h5", random_images(2), labels=labels, classes=())
+    assert "/labels has no targets" in refusal(path)
+
+
+def nested(depth):
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("7", "is no JSON object"),
+        ("[1,2]", "is no JSON object"),
+        ("null", "is no JSON object"),
+        ("{", "is no JSON (Expecting property name"),
+        (nested(18), "is nested more than 16 deep"),
+        (nested(100_000), "is no JSON (maximum recursion depth"),
+        ('{"a":' + "9" * 3000 + "}", "is no JSON (a number of too many digits)"),
+        ('{"a":NaN}', "is no JSON (NaN is no finite number)"),
+        ('{"a":1e999}', "is no JSON (1e999 is no finite number)"),
+        ('{"a":"' + "x" * (16 << 20) + '"}', "has 16777224 characters, too many to be true"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_provenance_that_packing_never_writes(packed, text, said):
+    """With a fingerprint made right again."""
+    write_provenance(packed, text)
+    assert f"attribute provenance {said}" in refusal(packed)
+
+
+def test_provenance_nested_as_deep_as_is_read(packed):
+    write_provenance(packed, nested(16))
+    assert read_index(packed).provenance["a"]["a"]
 
 
 def test_user_block(packed, tmp_path):

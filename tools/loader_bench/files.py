@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import h5feed
-from h5feed.store import Columns, FieldSpec, write_file
+from h5feed.store import Columns, images_spec, write_file
 
 
 def copies(images: Path, out: Path, times: int) -> Path:
@@ -39,16 +39,7 @@ def synthetic(out: Path, count: int, side: int, *, random: bool = False) -> Path
     """Return `out`: `count` raw items of side x side pixels, with ImageNet-like labels and keys."""
     if out.exists():
         return out
-    spec = FieldSpec(
-        name="images",
-        encoding="raw",
-        height=side,
-        width=side,
-        channels=3,
-        fit="stretch",
-        interpolation="bilinear",
-        color_space="RGB",
-    )
+    spec = images_spec("raw", side, side, "stretch")
     key = b"n01440764/n01440764_00000.JPEG"
     columns = Columns(
         labels=np.arange(count) * 1000 // count,

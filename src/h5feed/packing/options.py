@@ -7,11 +7,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from h5feed.codec import MAX_PIXELS
 from h5feed.errors import UsageError
-from h5feed.store.layout import IMAGES, Encoding, FieldSpec, Fit
+from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spec
 
-__all__ = ["MASKS", "PackOptions", "field_specs"]
-
-MASKS = "masks"
+__all__ = ["PackOptions", "field_specs"]
 
 _NOT_CONTENT = frozenset({"workers", "on_error", "max_skipped", "overwrite", "resume"})
 
@@ -117,46 +115,14 @@ class PackOptions:
 def field_specs(options: PackOptions, size: tuple[int, int] | None) -> tuple[FieldSpec, ...]:
     """Return the fields of a file of `size` (height, width) pixels; None with store=original."""
     if size is None:
-        return (_original(),)
+        return (images_spec("original", 0, 0, "keep"),)
     height, width = size
     if options.fit == "keep" and height != width:
         raise UsageError(f"size={height}x{width} with fit=keep: give one number, the short side")
     if options.store == "yuv420" and (height % 2 or width % 2):
         raise UsageError(f"size={height}x{width} with store=yuv420: both sides must be even")
-    images = FieldSpec(
-        name=IMAGES,
-        encoding=options.store,
-        height=height,
-        width=width,
-        channels=3,
-        fit=options.fit,
-        interpolation="bilinear",
-        color_space={"raw": "RGB", "yuv420": "YUV BT.601 limited", "jpeg": "JPEG"}[options.store],
-    )
-    masks = FieldSpec(
-        name=MASKS,
-        encoding="raw",
-        height=height,
-        width=width,
-        channels=1,
-        fit=options.fit,
-        interpolation="nearest",
-        color_space="classes",
-    )
-    return (images,) if options.masks is None else (images, masks)
-
-
-def _original() -> FieldSpec:
-    return FieldSpec(
-        name=IMAGES,
-        encoding="original",
-        height=0,
-        width=0,
-        channels=3,
-        fit="keep",
-        interpolation="none",
-        color_space="JPEG",
-    )
+    images = images_spec(options.store, height, width, options.fit)
+    return (images,) if options.masks is None else (images, masks_spec(images))
 
 
 def _among(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from h5feed.codec import MAX_JPEG_SIDE
 from h5feed.errors import UsageError
 from h5feed.packing.decode import TOO_LARGE, DecodeError
-from h5feed.store.layout import FieldSpec
+from h5feed.store.layout import MAX_ITEM_PIXELS, FieldSpec
 
 __all__ = [
     "MAX_AUTO_SIZE",
@@ -30,8 +30,6 @@ Box = tuple[int, int, int, int]
 """Top, left, height, width in pixels."""
 
 MAX_AUTO_SIZE = 512
-MAX_RESIZED_PIXELS = 1 << 26
-"""192 MiB of RGB; the longer side also stays within what JPEG can hold."""
 
 
 def auto_size(short_sides: Iterable[int]) -> int:
@@ -65,10 +63,10 @@ def check_size(size: str | int | tuple[int, int], *, any_size: bool = False) -> 
             f"size={size!r} is not a power of two: take {_neighbours(sides)}, "
             "or allow it with --any-size"
         )
-    if max(sides) > MAX_JPEG_SIDE or sides[0] * sides[1] > MAX_RESIZED_PIXELS:
+    if max(sides) > MAX_JPEG_SIDE or sides[0] * sides[1] > MAX_ITEM_PIXELS:
         raise UsageError(
             f"size={size!r} is too large: give at most {MAX_JPEG_SIDE} a side and "
-            f"{MAX_RESIZED_PIXELS} pixels in all"
+            f"{MAX_ITEM_PIXELS} pixels in all"
         )
     return sides[0], sides[1]
 
@@ -137,7 +135,7 @@ def _cover(height: int, width: int, target: tuple[int, int]) -> tuple[int, int]:
         resized = target[0], int(target[0] * width / height)
     else:
         resized = int(target[1] * height / width), target[1]
-    if resized[0] * resized[1] > MAX_RESIZED_PIXELS or max(resized) > MAX_JPEG_SIDE:
+    if resized[0] * resized[1] > MAX_ITEM_PIXELS or max(resized) > MAX_JPEG_SIDE:
         raise DecodeError(
             TOO_LARGE, f"{height}x{width} would be resized to {resized[0]}x{resized[1]}"
         )

@@ -1,5 +1,7 @@
 """What h5feed believes of an HDF5 file: plain, fixed-size data inside this very file."""
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,29 @@ import h5py
 import numpy as np
 
 from h5feed.errors import H5FormatError
+from h5feed.store.layout import (
+    IMAGES,
+    MAX_ITEM_PIXELS,
+    MAX_PROVENANCE,
+    MAX_SIDE,
+    MAX_SOURCE_SIDE,
+    Columns,
+    Extent,
+    FieldSpec,
+    Int32,
+    Int64,
+)
 
-__all__ = ["Gate"]
+__all__ = [
+    "Gate",
+    "check_offsets",
+    "check_ranges",
+    "check_sizes",
+    "check_spec",
+    "read_provenance",
+]
+
+_DEPTH = 16  # of provenance: packing nests it three deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +62,14 @@ class Gate:
 
     def group(self, parent: h5py.Group, name: str, members: set[str]) -> h5py.Group:
         """Return the group `name` with exactly these members."""
-        group = parent.get(name)
+        group = self._member(parent, name)
         if not isinstance(group, h5py.Group) or set(self.members(group)) != members:
             raise self.refuse(f"/{name} is not a group of {', '.join(sorted(members))}")
         return group
 
     def dataset(self, parent: h5py.Group, name: str) -> h5py.Dataset:
         """Return a dataset that is contiguous plain bytes of this file."""
-        data = parent.get(name)
+        data = self._member(parent, name)
         full = _full(parent, name)
         if not isinstance(data, h5py.Dataset):
             raise self.refuse(f"{full} is missing or not a dataset")
@@ -106,6 +129,11 @@ class Gate:
             raise self.refuse(f"attribute {name} of {holder.name} is not an integer")
         return int(value)
 
+    def _member(self, parent: h5py.Group, name: str) -> Any:
+        if name not in parent:  # not get(), which takes a failed read for a name that is not there
+            return None
+        return parent[name]
+
     def _attribute(self, holder: Any, name: str) -> Any:
         if name not in holder.attrs:
             raise self.refuse(f"{holder.name} lacks the attribute {name}")
@@ -117,3 +145,115 @@ class Gate:
 
 def _full(parent: h5py.Group, name: str) -> str:
     return f"{parent.name.rstrip('/')}/{name}"
+
+
+def check_spec(gate: Gate, spec: FieldSpec, wanted: FieldSpec) -> FieldSpec:
+    """Refuse a field that packing never writes."""
+    for name, value in wanted.attributes().items():
+        if (have := spec.attributes()[name]) != value:
+            raise gate.refuse(f"/{spec.name} has {name}={have!r}, where h5feed writes {value!r}")
+    if spec.fit == "keep" and spec.height != spec.width:
+        raise gate.refuse(f"/{spec.name} has fit=keep and {spec.height}x{spec.width}, not one side")
+    return spec
+
+
+def check_offsets(gate: Gate, name: str, offsets: Int64, total: int) -> None:
+    """Refuse offsets that do not rise from 0 to `total`.
+
+    Compared, not subtracted: a difference of int64 may wrap around.
+    """
+    if offsets[0] != 0 or offsets[-1] != total or (offsets[1:] < offsets[:-1]).any():
+        raise gate.refuse(f"{name} is not rising from 0 to {total}")
+
+
+def check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
+    """Refuse numbers that later code would index or divide by."""
+    labels, known = columns.labels, len(columns.classes)
+    if labels.ndim == 1 and labels.min() < -1:
+        raise gate.refuse("/labels has a number below −1")
+    if known and labels.ndim == 1 and labels.max() >= known:
+        raise gate.refuse(f"/labels has a class number outside 0 to {known - 1}")
+    _check_sides(gate, "/source_shapes", columns.source_shapes, MAX_SOURCE_SIDE)
+    if columns.boxes is None and spec.fit == "pad":
+        raise gate.refuse("/boxes belongs to fit=pad, and it has none")
+    if columns.boxes is not None and spec.fit != "pad":
+        raise gate.refuse(f"/boxes belongs to fit=pad, and /images has fit={spec.fit}")
+    if columns.boxes is not None:
+        boxes = columns.boxes.astype(np.int64)
+        ends = boxes[:, :2] + boxes[:, 2:]
+        if (
+            boxes[:, :2].min() < 0
+            or boxes[:, 2:].min() < 1
+            or (ends > (spec.height, spec.width)).any()
+        ):
+            raise gate.refuse("/boxes has a box outside the stored picture")
+
+
+def _check_sides(gate: Gate, name: str, shapes: Int32, most: int) -> None:
+    if shapes.min() < 1:
+        raise gate.refuse(f"{name} has a side below 1")
+    if shapes.max() > most:
+        raise gate.refuse(f"{name} has a side of {shapes.max()} pixels, and {most} is the most")
+
+
+def check_sizes(gate: Gate, extents: dict[str, Extent]) -> None:
+    """Refuse items of sizes that their field, or their image, does not have."""
+    images = extents[IMAGES]
+    for name, extent in extents.items():
+        if extent.shapes is None or extent.offsets is None:
+            continue
+        _check_sides(gate, f"/{name}/shapes", extent.shapes, MAX_SIDE)
+        height, width = extent.shapes.astype(np.int64).T
+        spec = extent.spec
+        if spec.encoding != "original" and (height * width > MAX_ITEM_PIXELS).any():
+            raise gate.refuse(f"/{name}/shapes has an item of over {MAX_ITEM_PIXELS} pixels")
+        if spec.fit != "keep" and (extent.shapes != (spec.height, spec.width)).any():
+            raise gate.refuse(f"/{name}/shapes has sizes other than {spec.height}x{spec.width}")
+        if spec.encoding == "yuv420" and (extent.shapes % 2).any():
+            raise gate.refuse(f"/{name}/shapes has an odd side in a yuv420 field")
+        if images.shapes is None or not np.array_equal(extent.shapes, images.shapes):
+            raise gate.refuse(f"/{name}/shapes are not those of /images")
+        sizes = np.diff(extent.offsets)
+        if spec.is_encoded:
+            if sizes.min() < 1:
+                raise gate.refuse(f"/{name}/offsets has an item of no bytes")
+        elif not np.array_equal(sizes, spec.pixel_bytes(height, width)):
+            raise gate.refuse(f"/{name}/offsets does not agree with its shapes")
+
+
+def read_provenance(gate: Gate, text: str) -> dict[str, Any]:
+    """Read what made the file; refuse what packing would not have written there."""
+    if len(text) > MAX_PROVENANCE:
+        raise gate.refuse(f"attribute provenance has {len(text)} characters, too many to be true")
+    try:
+        value = json.loads(
+            text, parse_int=_whole_number, parse_float=_finite, parse_constant=_finite
+        )
+    except (ValueError, RecursionError) as ex:
+        raise gate.refuse(f"attribute provenance is no JSON ({ex})") from ex
+    if not isinstance(value, dict):
+        raise gate.refuse("attribute provenance is no JSON object")
+    level: list[Any] = [value]
+    for _ in range(_DEPTH):
+        level = [
+            part
+            for holder in level
+            for part in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(part, dict | list)
+        ]
+    if level:
+        raise gate.refuse(f"attribute provenance is nested more than {_DEPTH} deep")
+    return value
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError("a number of too many digits")
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value

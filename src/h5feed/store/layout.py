@@ -16,10 +16,18 @@ __all__ = [
     "FORMAT_VERSION",
     "IMAGES",
     "LIBVER",
+    "MASKS",
+    "MAX_ITEM_PIXELS",
+    "MAX_PROVENANCE",
+    "MAX_SIDE",
+    "MAX_SOURCE_SIDE",
     "Columns",
     "Encoding",
+    "Extent",
     "FieldSpec",
     "Fit",
+    "images_spec",
+    "masks_spec",
 ]
 
 FORMAT = "h5feed"
@@ -28,7 +36,15 @@ ALIGNMENT = 4096
 """Bytes: every pixel field begins on a page, so that whole pages are announced and dropped."""
 LIBVER = ("v110", "v110")
 """HDF5 1.10's own metadata: checksummed, and read by every HDF5 since 2016."""
-IMAGES = "images"
+IMAGES, MASKS = "images", "masks"
+MAX_SIDE = 65_500
+"""Pixels of a stored side: what JPEG can hold."""
+MAX_ITEM_PIXELS = 1 << 26
+"""Pixels of an item that packing has resized: 192 MiB of RGB."""
+MAX_SOURCE_SIDE = 1 << 29
+"""Pixels of a source's side: Pillow holds none so long."""
+MAX_PROVENANCE = 16 << 20
+"""Characters of the provenance: a second to read at the worst."""
 
 Encoding = Literal["raw", "yuv420", "jpeg", "original"]
 Fit = Literal["stretch", "crop", "pad", "keep"]
@@ -52,7 +68,7 @@ class FieldSpec:
     height: int
     width: int
     channels: int
-    """3 for RGB pictures, 1 for masks."""
+    """3 for RGB images, 1 for masks."""
     fit: Fit
     interpolation: str
     """"bilinear" (antialiased, Pillow's BILINEAR), "nearest" (Pillow's NEAREST), or "none"."""
@@ -60,14 +76,26 @@ class FieldSpec:
     """"RGB", "YUV BT.601 limited", "JPEG" or "classes" (a mask's class numbers)."""
 
     def __post_init__(self) -> None:
-        if self.encoding not in get_args(Encoding) or self.fit not in get_args(Fit):
-            raise ValueError(f"{self.encoding=} or {self.fit=} is not one this version knows")
+        for name, value, known in (
+            ("encoding", self.encoding, get_args(Encoding)),
+            ("fit", self.fit, get_args(Fit)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
         if self.encoding == "original":
             return
-        if self.height < 1 or self.width < 1 or self.channels not in (1, 3):
-            raise ValueError(f"{self.height=}, {self.width=} or {self.channels=} is out of range")
+        if not (
+            1 <= self.height <= MAX_SIDE
+            and 1 <= self.width <= MAX_SIDE
+            and self.height * self.width <= MAX_ITEM_PIXELS
+            and self.channels in (1, 3)
+        ):
+            raise ValueError(
+                f"height={self.height}, width={self.width} or channels={self.channels} is out of "
+                f"range: at most {MAX_SIDE} a side and {MAX_ITEM_PIXELS} in all, of 1 or 3"
+            )
         if self.encoding == "yuv420" and (self.height % 2 or self.width % 2 or self.channels != 3):
-            raise ValueError(f"yuv420 needs even sides, got {self.height=}, {self.width=}")
+            raise ValueError(f"yuv420 needs even sides, not {self.height}x{self.width}")
 
     @property
     def is_encoded(self) -> bool:
@@ -138,6 +166,74 @@ class FieldSpec:
         if spec.layout != attributes["layout"]:
             raise ValueError(f"layout={attributes['layout']!r} is not {spec.layout!r}")
         return spec
+
+
+def images_spec(encoding: Encoding, height: int, width: int, fit: Fit) -> FieldSpec:
+    """Return what `/images` of these options is; for "original" the rest is left out of account."""
+    original = encoding == "original"
+    colors = {"raw": "RGB", "yuv420": "YUV BT.601 limited"}
+    return FieldSpec(
+        name=IMAGES,
+        encoding=encoding,
+        height=0 if original else height,
+        width=0 if original else width,
+        channels=3,
+        fit="keep" if original else fit,
+        interpolation="none" if original else "bilinear",
+        color_space=colors.get(encoding, "JPEG"),
+    )
+
+
+def masks_spec(images: FieldSpec) -> FieldSpec:
+    """Return what `/masks` beside these images is."""
+    return FieldSpec(
+        name=MASKS,
+        encoding="raw",
+        height=images.height,
+        width=images.width,
+        channels=1,
+        fit=images.fit,
+        interpolation="nearest",
+        color_space="classes",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Where one pixel field of one file lies."""
+
+    spec: FieldSpec
+    start: int
+    """Byte address in the file of the first item."""
+    count: int
+    offsets: Int64 | None
+    """(N+1,) bytes from `start`; None when every item has `spec.item_bytes`."""
+    shapes: Int32 | None
+    """(N, 2) stored height and width; None when all are `spec.height` × `spec.width`."""
+
+    def item_range(self, index: int) -> tuple[int, int]:
+        """Return (byte address in the file, length) of item `index`."""
+        if self.offsets is None:
+            size = self.spec.item_bytes
+            return self.start + index * size, size
+        first, last = int(self.offsets[index]), int(self.offsets[index + 1])
+        return self.start + first, last - first
+
+    def item_shape(self, index: int) -> tuple[int, ...]:
+        """Shape of the uint8 array of item `index`: pixels, or encoded bytes (length,)."""
+        if self.spec.is_encoded:
+            return (self.item_range(index)[1],)
+        if self.shapes is None:
+            return self.spec.item_shape(self.spec.height, self.spec.width)
+        height, width = self.shapes[index].tolist()
+        return self.spec.item_shape(height, width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return (
+            int(self.offsets[-1]) if self.offsets is not None else self.count * self.spec.item_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from h5feed.store.layout import UInt8
-from h5feed.store.read import Extent, PackedFile
+from h5feed.store.layout import Extent, UInt8
+from h5feed.store.read import PackedFile
 
 __all__ = ["Mapping"]
 

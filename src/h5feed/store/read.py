@@ -5,7 +5,6 @@ never code, and no address in it is believed before it has been checked against 
 """
 
 import errno
-import json
 import os
 import re
 import stat
@@ -18,66 +17,39 @@ import numpy as np
 
 from h5feed.errors import H5FormatError
 from h5feed.store.fingerprint import fingerprint
-from h5feed.store.gate import Gate
+from h5feed.store.gate import (
+    Gate,
+    check_offsets,
+    check_ranges,
+    check_sizes,
+    check_spec,
+    read_provenance,
+)
 from h5feed.store.layout import (
     FORMAT,
     FORMAT_VERSION,
     IMAGES,
+    MASKS,
     Columns,
+    Extent,
     FieldSpec,
     Int32,
     Int64,
     UInt8,
     UInt32,
+    images_spec,
+    masks_spec,
 )
 
-__all__ = ["Extent", "FileIndex", "PackedFile", "read_index"]
+__all__ = ["FileIndex", "PackedFile", "read_index"]
 
 # Linux reads no more of one announcement than the device's read-ahead, 128 KiB by default, and
 # drops the rest without a word (64 MiB announced at once: 8 MiB read, where that is 8 MiB).
 _READAHEAD = 128 << 10
 
-_COLUMNS = {"labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
+_MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
 _SPEC_NUMBERS = ("height", "width", "channels")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """Where one pixel field of one file lies."""
-
-    spec: FieldSpec
-    start: int
-    """Byte address in the file of the first item."""
-    count: int
-    offsets: Int64 | None
-    """(N+1,) bytes from `start`; None when every item has `spec.item_bytes`."""
-    shapes: Int32 | None
-    """(N, 2) stored height and width; None when all are `spec.height` × `spec.width`."""
-
-    def item_range(self, index: int) -> tuple[int, int]:
-        """Return (byte address in the file, length) of item `index`."""
-        if self.offsets is None:
-            size = self.spec.item_bytes
-            return self.start + index * size, size
-        first, last = int(self.offsets[index]), int(self.offsets[index + 1])
-        return self.start + first, last - first
-
-    def item_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of the uint8 array of item `index`: pixels, or encoded bytes (length,)."""
-        if self.spec.is_encoded:
-            return (self.item_range(index)[1],)
-        if self.shapes is None:
-            return self.spec.item_shape(self.spec.height, self.spec.width)
-        height, width = self.shapes[index].tolist()
-        return self.spec.item_shape(height, width)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items."""
-        return (
-            int(self.offsets[-1]) if self.offsets is not None else self.count * self.spec.item_bytes
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +125,7 @@ class PackedFile:
     def _open(self, path: Path) -> FileIndex:
         _probe(path)
         try:
-            with h5py.File(path, "r", driver="sec2", locking=False) as file:
+            with _open_hdf5(path) as file:
                 self._fd = os.dup(file.id.get_vfd_handle())
                 return _index(Gate(path, os.fstat(self._fd).st_size), file)
         except H5FormatError:
@@ -193,6 +165,16 @@ def read_index(path: str | os.PathLike[str]) -> FileIndex:
         return file.index
 
 
+def _open_hdf5(path: Path) -> h5py.File:
+    try:
+        return h5py.File(path, "r", driver="sec2", locking=False)
+    except OSError as ex:
+        if "locking flag" not in str(ex):
+            raise
+        # This process has it open through h5py, and must lock it here as it does there.
+        return h5py.File(path, "r", driver="sec2")
+
+
 def _probe(path: Path) -> None:
     """Raise OSError where `path` cannot be opened; a pipe or device is refused, not waited for."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -215,13 +197,18 @@ def _read_error(path: Path, reason: str) -> OSError | None:
 def _index(gate: Gate, file: h5py.File) -> FileIndex:
     _check_root(gate, file)
     names = gate.members(file)
-    fields = sorted(set(names) - _COLUMNS, key=lambda name: (name != IMAGES, name))
-    if IMAGES not in fields:
+    for name in names:
+        if name not in _MEMBERS:
+            raise gate.refuse(f"/{name} is nothing that h5feed writes")
+    if IMAGES not in names:
         raise gate.refuse("it has no /images")
     labels = _labels(gate, file)
-    extents = {name: _extent(gate, file, name, len(labels)) for name in fields}
+    extents = {IMAGES: _extent(gate, file, IMAGES, len(labels))}
+    if MASKS in names:
+        extents[MASKS] = _extent(gate, file, MASKS, len(labels), extents[IMAGES].spec)
     columns = _columns(gate, file, labels, boxes="boxes" in names)
-    _check_ranges(gate, columns, extents[IMAGES].spec)
+    check_ranges(gate, columns, extents[IMAGES].spec)
+    check_sizes(gate, extents)
     provenance, seal = gate.text(file, "provenance"), gate.text(file, "fingerprint")
     specs = [extent.spec for extent in extents.values()]
     offsets = {name: extent.offsets for name, extent in extents.items()}
@@ -239,7 +226,7 @@ def _index(gate: Gate, file: h5py.File) -> FileIndex:
         source_shapes=columns.source_shapes,
         boxes=columns.boxes,
         crc32=columns.crc32,
-        provenance=json.loads(provenance),
+        provenance=read_provenance(gate, provenance),
         fingerprint=seal,
     )
 
@@ -266,8 +253,8 @@ def _labels(gate: Gate, file: h5py.File) -> Any:
     data = gate.dataset(file, "labels")
     if (data.dtype, data.ndim) not in ((np.dtype("<i8"), 1), (np.dtype("<f4"), 2)):
         raise gate.refuse(f"/labels is {data.dtype} {data.shape}, not int64 (N) or float32 (N,K)")
-    if data.shape[0] < 1:
-        raise gate.refuse("it has no items")
+    if data.size < 1:
+        raise gate.refuse("it has no items" if data.shape[0] < 1 else "/labels has no targets")
     return data[()]
 
 
@@ -276,7 +263,7 @@ def _columns(gate: Gate, file: h5py.File, labels: Any, *, boxes: bool) -> Column
     keys = gate.group(file, "keys", {"bytes", "offsets"})
     key_bytes = gate.array(keys, "bytes", "|u1", (None,))
     key_offsets = gate.array(keys, "offsets", "<i8", (count + 1,))
-    _check_offsets(gate, "/keys/offsets", key_offsets, len(key_bytes))
+    check_offsets(gate, "/keys/offsets", key_offsets, len(key_bytes))
     return Columns(
         labels=labels,
         classes=_classes(gate, file),
@@ -295,8 +282,10 @@ def _classes(gate: Gate, file: h5py.File) -> tuple[str, ...]:
     return tuple(name.decode("utf-8", "surrogateescape") for name in data[()].tolist())
 
 
-def _extent(gate: Gate, file: h5py.File, name: str, count: int) -> Extent:
-    spec = _spec(gate, file, name)
+def _extent(
+    gate: Gate, file: h5py.File, name: str, count: int, images: FieldSpec | None = None
+) -> Extent:
+    spec = _spec(gate, file, name, images)
     if spec.is_fixed:
         data = gate.dataset(file, name)
         gate.expect(data, "|u1", spec.dataset_shape(count))
@@ -307,53 +296,18 @@ def _extent(gate: Gate, file: h5py.File, name: str, count: int) -> Extent:
     gate.expect(data, "|u1", (None,))
     offsets = gate.array(group, "offsets", "<i8", (count + 1,))
     shapes = gate.array(group, "shapes", "<i4", (count, 2))
-    _check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
-    if shapes.min() < 1:
-        raise gate.refuse(f"/{name}/shapes has a side below 1")
-    if not spec.is_encoded:
-        _check_sizes(gate, spec, offsets, shapes)
+    check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
     start = gate.address(data)
     return Extent(spec=spec, start=start, count=count, offsets=offsets, shapes=shapes)
 
 
-def _spec(gate: Gate, file: h5py.File, name: str) -> FieldSpec:
+def _spec(gate: Gate, file: h5py.File, name: str, images: FieldSpec | None) -> FieldSpec:
     holder = file[name]
     values: dict[str, str | int] = {key: gate.text(holder, key) for key in _SPEC_TEXTS}
     values |= {key: gate.integer(holder, key) for key in _SPEC_NUMBERS}
     try:
-        return FieldSpec.from_attributes(name, values)
+        spec = FieldSpec.from_attributes(name, values)
     except ValueError as ex:
         raise gate.refuse(f"/{name}: {ex}") from ex
-
-
-def _check_offsets(gate: Gate, name: str, offsets: Int64, total: int) -> None:
-    if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
-        raise gate.refuse(f"{name} is not rising from 0 to {total}")
-
-
-def _check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
-    """Refuse numbers that later code would index or divide by."""
-    labels, known = columns.labels, len(columns.classes)
-    if labels.ndim == 1 and labels.min() < -1:
-        raise gate.refuse("/labels has a number below −1")
-    if known and labels.ndim == 1 and labels.max() >= known:
-        raise gate.refuse(f"/labels has a class number outside 0 to {known - 1}")
-    if columns.source_shapes.min() < 1:
-        raise gate.refuse("/source_shapes has a side below 1")
-    if columns.boxes is not None:
-        boxes = columns.boxes.astype(np.int64)
-        ends = boxes[:, :2] + boxes[:, 2:]
-        if (
-            boxes[:, :2].min() < 0
-            or boxes[:, 2:].min() < 1
-            or (ends > (spec.height, spec.width)).any()
-        ):
-            raise gate.refuse("/boxes has a box outside the stored picture")
-
-
-def _check_sizes(gate: Gate, spec: FieldSpec, offsets: Int64, shapes: Int32) -> None:
-    if spec.encoding == "yuv420" and (shapes % 2).any():
-        raise gate.refuse(f"/{spec.name}/shapes has an odd side in a yuv420 field")
-    height, width = shapes.astype(np.int64).T
-    if not np.array_equal(np.diff(offsets), spec.pixel_bytes(height, width)):
-        raise gate.refuse(f"/{spec.name}/offsets does not agree with its shapes")
+    wanted = images_spec(spec.encoding, spec.height, spec.width, spec.fit)
+    return check_spec(gate, spec, wanted if images is None else masks_spec(images))
