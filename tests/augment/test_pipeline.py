@@ -172,6 +172,42 @@ def test_masks_follow_their_pictures(ops):
     assert (np.abs(out[..., :1].astype(int) - masks) > 60).mean() < 0.06
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (RandomCrop, {"size": 40, "padding": 8, "fill": 7}),
+        (RandomCrop, {"size": 60, "pad_if_needed": True}),
+        (CenterCrop, {"size": 60}),
+        (RandomAffine, {"degrees": 45, "translate": (0.3, 0.3), "fill": 9}),
+    ],
+)
+def test_padding_of_masks_is_mask_fill(kind, arguments):
+    ones = np.ones((N, 40, 40, 1), np.uint8)
+
+    def masks(ops):
+        pipeline, params, _ = run(ops, images(N, 40, 40), FakeDraws(range(N)))
+        out = np.empty((N, *pipeline.out_shape[:2], 1), np.uint8)
+        pipeline.run_mask(params, 0, list(ones), out)
+        return out
+
+    plain = masks([kind(**arguments)])
+    assert set(np.unique(plain)) == {0, 1}
+    filled = masks([kind(**arguments, mask_fill=255)])
+    assert np.array_equal(filled, np.where(plain == 0, 255, 1))
+    # a later op without padding of its own brings no other
+    flipped = masks([kind(**arguments, mask_fill=255), RandomHorizontalFlip(1), CenterCrop(20)])
+    assert set(np.unique(flipped)) <= {1, 255}
+    assert (flipped == 255).any() or kind is not RandomAffine
+
+
+@pytest.mark.parametrize("fill", [-1, 256, 0.5, "255", None])
+def test_a_mask_fill_that_no_mask_holds_is_refused(fill):
+    for kind in (RandomCrop, CenterCrop, RandomAffine):
+        text = rf"^{kind.__name__}: mask_fill={fill!r} must be a whole number within 0\.\.255$"
+        with pytest.raises(UsageError, match=text):
+            kind(8, mask_fill=fill)
+
+
 def test_masks_are_torchvisions_nearest():
     functional = pytest.importorskip("torchvision.transforms.v2.functional")
     masks = np.random.default_rng(0).integers(0, 9, (N, 40, 40, 1), dtype=np.uint8)

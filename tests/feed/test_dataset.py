@@ -244,6 +244,34 @@ def test_masks_come_in_the_label_s_place(tmp_path, images):
     assert np.array_equal(np.asarray(drawn), masks[3][:, :, 0])
 
 
+def test_target_dtype_is_what_labels_and_masks_come_as(tmp_path, images):
+    masks = [m[:, :, :1].copy() for m in random_images(10, seed=5)]
+    path = write_packed(tmp_path / "m.h5", images, masks=masks)
+    seen = []
+    ds = H5Dataset(path, target_dtype=torch.int64, target_transform=lambda m: seen.append(m) or m)
+    mask = ds[3][1]
+    assert seen[0] is mask
+    assert mask.dtype == torch.int64
+    assert np.array_equal(mask.numpy(), masks[3][:, :, 0])
+    assert pickle.loads(pickle.dumps(H5Dataset(path, target_dtype=torch.int64)))[3][1].equal(mask)
+    array = H5Dataset(path, output="numpy", target_dtype=torch.int32)[3][1]
+    assert array.dtype == np.int32
+    assert np.array_equal(array, masks[3][:, :, 0])
+    text = (
+        r'target_dtype=torch\.\w+ is nothing that masks can be with output="\w+": leave it out, or'
+    )
+    for output, dtype in (("pil", torch.int64), ("numpy", torch.bfloat16)):
+        with pytest.raises(UsageError, match=text):
+            H5Dataset(path, output=output, target_dtype=dtype)
+    with pytest.raises(UsageError, match=r"target_dtype='long' is no dtype of torch: give torch"):
+        H5Dataset(path, target_dtype="long")
+
+    labels = H5Dataset(write_packed(tmp_path / "l.h5", images), target_dtype=torch.float32)
+    assert (labels[3][1].dtype, labels[3][1].item()) == (torch.float32, 1)
+    targets = write_packed(tmp_path / "t.h5", images, labels=np.ones((10, 2), "f4"), classes=())
+    assert H5Dataset(targets, target_dtype=torch.float16)[0][1].dtype == torch.float16
+
+
 def test_output_numpy_is_a_read_only_view(path, images):
     image, _ = H5Dataset(path, output="numpy")[2]
     assert is_view(path, image.ctypes.data, image.nbytes)

@@ -258,6 +258,36 @@ def masked(tmp_path):
     return H5Dataset(write_packed(tmp_path / "m.h5", images, masks=masks))
 
 
+@pytest.mark.parametrize("views", [1, 2])
+def test_targets_come_in_target_dtype_and_padding_as_ignore_index(masked, views):
+    ds = H5Dataset(masked.pixels.paths, target_dtype=torch.int64)
+    ops = [augment.RandomCrop(32, padding=16, mask_fill=255)]
+    with H5Loader(ds, 4, augment=ops, views=views) as loader:
+        for images, masks in loader:
+            pairs = [(images, masks)] if views == 1 else zip(images, masks, strict=True)
+            for image, mask in pairs:
+                assert mask.dtype == torch.int64
+                padded = mask == 255
+                assert padded.any()
+                assert torch.equal(image[:, 0][~padded].long(), mask[~padded])
+
+
+def test_labels_come_in_target_dtype_and_so_to_target_transform(tmp_path):
+    path = write_kind(tmp_path / "a.h5", "raw")
+    ds = H5Dataset(path, target_dtype=torch.float32)
+    for made in (load(ds), load(H5Dataset(path, target_dtype=torch.int32, target_transform=half))):
+        assert {label.dtype for _, label in made.values()} == {torch.float32}
+    assert [made[i][1].item() for i in range(12)] == [label / 2 for label in ds.targets]
+    for one in H5Dataset(path, target_dtype=torch.int32, target_transform=half):
+        assert one[1].dtype == torch.float32
+    with pytest.raises(UsageError, match=r"target_dtype=torch\.float32 with .*Mixup.*: mixed targ"):
+        H5Loader(ds, 4, augment=[augment.Mixup()])
+
+
+def half(label):
+    return label / 2
+
+
 @pytest.mark.parametrize("on", ["cpu", "device"])
 def test_masks_have_their_pictures_geometry(masked, on):
     ops = (augment.RandomCrop(24), augment.RandomHorizontalFlip(), augment.RandomVerticalFlip())

@@ -1,6 +1,7 @@
 from dataclasses import fields
 
 import pytest
+import torch
 
 from h5feed.augment import (
     CenterCrop,
@@ -76,3 +77,20 @@ def test_torchvision_gets_the_same_arguments():
     assert {f.name for f in fields(RandomResizedCrop)} - {"interpolation", "antialias"} == {
         "size", "scale", "ratio"
     }  # fmt: skip
+
+
+def test_padding_of_masks_is_not_scored():
+    pytest.importorskip("torchvision")
+    from torchvision import tv_tensors
+
+    config = DataConfig(crop="random-crop", flip=False)
+    ops = training_ops(config, 32, (32, 32), dense=True, ignore_index=255)
+    assert ops == [RandomCrop(32, padding=4, mask_fill=255)]
+    made = to_torchvision([RandomCrop(32, padding=31, mask_fill=255)])
+    scene = torch.full((3, 32, 32), 7, dtype=torch.uint8)
+    image, mask = made(tv_tensors.Image(scene), tv_tensors.Mask(scene[0]))
+    assert set(image.unique().tolist()) == {0, 7}
+    assert torch.equal(mask == 255, image[0] == 0)
+    assert training_ops(config, 32, (32, 32), dense=False, ignore_index=255) == [
+        RandomCrop(32, padding=4)
+    ]

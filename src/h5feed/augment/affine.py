@@ -16,6 +16,7 @@ from h5feed.augment.ops import (
     Floats,
     Op,
     check_fill,
+    check_mask_fill,
     check_numbers,
     check_pair,
     is_number,
@@ -42,13 +43,16 @@ class RandomAffine(Op):
     """Degrees along x: a number d for within -d and d, or (min, max); or (…, min, max along y)."""
     interpolation: Literal["nearest", "bilinear"] = "nearest"
     fill: float | Sequence[float] = 0
-    """Color outside the image, 0..255; masks get 0 there."""
+    """Color outside the image, 0..255."""
     center: Sequence[float] | None = None
     """(x, y) in pixels from the top left corner; None is the image's centre."""
+    mask_fill: int = 0
+    """Class number outside the masks, 0..255; such as the loss's ignore_index."""
 
     def __post_init__(self) -> None:
         _ = self.ranges
         check_fill(self, self.fill)
+        check_mask_fill(self, self.mask_fill)
         if self.center is not None and len(check_numbers(self, "center", self.center)) != 2:
             raise refuse(self, "center", self.center, "must be a pair (x, y)")
         if self.interpolation not in ("nearest", "bilinear"):
@@ -131,7 +135,7 @@ class AffineStage:
 
     def mask(self, rows: Rows) -> Step:
         """Return the step that warps mask i of the chunk."""
-        return self._warp(rows, cv2.INTER_NEAREST, (0.0,))
+        return self._warp(rows, cv2.INTER_NEAREST, (self.op.mask_fill,))
 
     def _warp(self, rows: Rows, interpolation: int, fill: tuple[float, ...]) -> Step:
         maps = rows.reshape(-1, 2, 3)

@@ -78,12 +78,12 @@ def _antialiased(src: Image, height: int, width: int) -> Image:
     return np.asarray(made[0].permute(1, 2, 0)).reshape(height, width, *src.shape[2:])
 
 
-def crop_mask(row: Sequence[int], src: Image, out: Image) -> None:
-    """Write one mask into `out` (oh, ow) from its box (h, w): nearest, with 0 around it."""
+def crop_mask(row: Sequence[int], src: Image, out: Image, fill: int) -> None:
+    """Write one mask into `out` (oh, ow) from its box (h, w): nearest, with `fill` around it."""
     rh, rw, py, px, _, _, flip = row[4:11]
     if src.shape != (rh, rw):
         src = cv2.resize(src, (rw, rh), interpolation=cv2.INTER_NEAREST)
-    place(src, out, py, px, (0.0,))
+    place(src, out, py, px, (fill,))
     if flip:
         cv2.flip(out, FLIP_CODES[flip], out)
 

@@ -7,7 +7,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from h5feed.augment.frame import Antialias, Frame
-from h5feed.augment.ops import Floats, Ints, Op, check_fill, check_size, refuse
+from h5feed.augment.ops import (
+    Floats,
+    Ints,
+    Op,
+    check_fill,
+    check_mask_fill,
+    check_size,
+    refuse,
+)
 
 __all__ = ["AxisOp", "CenterCrop", "RandomCrop", "Resize", "below", "check_resampling"]
 
@@ -23,6 +31,8 @@ class AxisOp(Op):
     """It cuts without resizing."""
     antialias: Antialias | None = None
     """What it says about resizing; None takes the pipeline's."""
+    mask_fill: int = 0
+    """Class number that masks show where it reaches outside the image."""
 
     @property
     def padding_color(self) -> tuple[float, ...] | None:
@@ -122,10 +132,13 @@ class CenterCrop(AxisOp):
 
     size: int | Sequence[int]
     """Output size: a number, or (height, width)."""
+    mask_fill: int = 0
+    """Class number around a smaller mask, 0..255; such as the loss's ignore_index."""
     crops: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_size(self, "size", self.size)
+        check_mask_fill(self, self.mask_fill)
 
     @property
     def padding_color(self) -> tuple[float, ...]:
@@ -158,14 +171,17 @@ class RandomCrop(AxisOp):
     pad_if_needed: bool = False
     """Pad a smaller image by what it lacks, on both sides, instead of refusing it."""
     fill: float | Sequence[float] = 0
-    """Color of the padding, 0..255: one number, or one for each channel. Masks get 0."""
+    """Color of the padding, 0..255: one number, or one for each channel."""
     padding_mode: Literal["constant"] = "constant"
+    mask_fill: int = 0
+    """Class number of the padding of masks, 0..255; such as the loss's ignore_index."""
     uniforms: ClassVar[int] = 2
     crops: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_size(self, "size", self.size)
         check_fill(self, self.fill)
+        check_mask_fill(self, self.mask_fill)
         items = [self.padding] if isinstance(self.padding, int) else self.padding or [0]
         if len(items) not in (1, 2, 4) or any(i != int(i) or i < 0 for i in items):
             wrong = "must be 1, 2 or 4 whole numbers, none below 0"

@@ -14,6 +14,7 @@ __all__ = [
     "Ints",
     "Op",
     "check_fill",
+    "check_mask_fill",
     "check_numbers",
     "check_pair",
     "check_probability",
@@ -69,6 +70,12 @@ def check_fill(op: object, fill: Any) -> tuple[float, ...]:
     if len(items) not in (1, 3) or not all(is_number(i) and 0 <= i <= 255 for i in items):
         raise refuse(op, "fill", fill, "must be one number or three, within 0..255")
     return tuple(float(item) for item in items)
+
+
+def check_mask_fill(op: object, fill: Any) -> None:
+    """Refuse what is no class number that a mask can hold."""
+    if not is_number(fill) or fill != int(fill) or not 0 <= fill <= 255:
+        raise refuse(op, "mask_fill", fill, "must be a whole number within 0..255")
 
 
 def check_numbers(op: object, argument: str, value: Any) -> tuple[float, ...]:

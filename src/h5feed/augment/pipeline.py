@@ -199,8 +199,9 @@ class Pipeline:
     def run_mask(
         self, params: Params, k0: int, masks: Sequence[Image], out: Image, *, view: int = 0
     ) -> None:
-        """Write masks into `out` (n, H, W, 1): the images' geometry, nearest, 0 for padding.
+        """Write masks into `out` (n, H, W, 1): the images' geometry, nearest.
 
+        Padding is each op's `mask_fill`.
         masks[i]: uint8 (h, w, 1), of its image's stored size. Thread-safe.
         """
         run_masks(self._plan, self._rows(params, k0, len(masks), view), masks, out)

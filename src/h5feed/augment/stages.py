@@ -91,6 +91,7 @@ class CropStage:
         self.nv12 = False
         self.ops: list[tuple[int, AxisOp]] = []
         self.fill: tuple[float, ...] = (0.0,)
+        self.mask_fill = 0
 
     def accepts(self, op: AxisOp) -> bool:
         """Whether `op` folds with the ops so far, fill and all."""
@@ -101,7 +102,8 @@ class CropStage:
     def add(self, position: int, op: AxisOp) -> None:
         """Append the op at this position of the pipeline's list."""
         self.ops.append((position, op))
-        self.fill = op.padding_color or self.fill
+        if op.padding_color is not None:
+            self.fill, self.mask_fill = op.padding_color, op.mask_fill
 
     @property
     def antialias(self) -> Antialias:
@@ -140,13 +142,13 @@ class CropStage:
 
     def mask(self, rows: Rows) -> Step:
         """Return the step that crops mask i of the chunk."""
-        listed, made = rows.tolist(), Scratch()
+        listed, made, fill = rows.tolist(), Scratch(), self.mask_fill
 
         def step(i: int, picture: Image, out: Image | None) -> Image:
             row = listed[i]
             y, x, h, w = row[:4]
             image = made(row[8], row[9]) if out is None else out
-            crop_mask(row, picture[y : y + h, x : x + w], image)
+            crop_mask(row, picture[y : y + h, x : x + w], image, fill)
             return image
 
         return step

@@ -60,18 +60,24 @@ def _check_sizes(images: Sequence[Tensor]) -> None:
 
 
 def transform_targets(
-    targets: Any, transform: Callable[[Any], Any] | None, name: Callable[[int], str]
+    targets: Any,
+    transform: Callable[[Any], Any] | None,
+    name: Callable[[int], str],
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Return a batch's targets, a tensor or one for each view, each target changed by itself.
 
-    What `transform` raises goes on, with a note (from Python 3.11 on) of the item: `name(k)`.
+    They have `dtype`, where one is given, when `transform` gets them. What `transform` raises goes
+    on, with a note (from Python 3.11 on) of the item: `name(k)`.
     """
+    if isinstance(targets, tuple):
+        return tuple(transform_targets(view, transform, name, dtype) for view in targets)
+    targets = targets if dtype is None else targets.to(dtype)
     if transform is None:
         return targets
-    if isinstance(targets, tuple):
-        return tuple(transform_targets(view, transform, name) for view in targets)
     made = []
-    for k, target in enumerate(targets.tolist() if targets.dim() == 1 else targets):
+    plain = targets.dim() == 1 and dtype is None  # as H5Dataset hands them out
+    for k, target in enumerate(targets.tolist() if plain else targets):
         try:
             made.append(transform(target))
         except Exception as ex:

@@ -16,6 +16,7 @@ from h5feed.feed.picture import (
     Output,
     check_max_pixels,
     first_squeezed,
+    in_dtype,
     picture_reader,
 )
 from h5feed.feed.source import Pixels
@@ -60,6 +61,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         target_transform: Transform | None = None,
         output: Output = "tensor",
         aspect: Aspect | None = None,
+        target_dtype: torch.dtype | None = None,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         """Open `path`: a file, a glob pattern, or a sequence of files packed alike.
@@ -73,6 +75,10 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         it is "source" with `output="pil"`, as ImageFolder's images are, and else "stored"; but a
         `transform` never meets squeezed images unless `aspect="stored"` says so.
 
+        `target_dtype` is what labels and masks are made before `target_transform` gets them: most
+        losses want masks as torch.int64, and they are stored as uint8, an eighth of the bytes.
+        Class numbers are then tensors without axes.
+
         `max_pixels` is the most that an image may be stored at: what a file says of its images
         decides how much memory is asked for, before anything is decoded.
 
@@ -83,8 +89,13 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         if aspect is not None:
             _check_choice("aspect", aspect, get_args(Aspect))
         check_whole(1, max_pixels=max_pixels)
+        if target_dtype is not None and not isinstance(target_dtype, torch.dtype):
+            raise UsageError(
+                f"target_dtype={target_dtype!r} is no dtype of torch: give torch.int64"
+            )
         self._output: Output = output
         self._given_aspect: Aspect | None = aspect
+        self._target_dtype = target_dtype
         self.max_pixels = max_pixels
         self.pixels = Pixels(expand_paths(path))
         check_max_pixels(self.pixels, max_pixels)
@@ -123,6 +134,11 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         if self._given_aspect is not None:
             return self._given_aspect
         return "source" if self.output == "pil" else "stored"
+
+    @property
+    def target_dtype(self) -> torch.dtype | None:
+        """What labels and masks are handed out as; None is as they are stored."""
+        return self._target_dtype
 
     @property
     def transform(self) -> Transform | None:
@@ -229,11 +245,14 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._target = self._target_reader()
 
     def _target_reader(self) -> Callable[[int], Any]:
+        dtype, labels = self.target_dtype, self.pixels.labels
         if "masks" in self.pixels.specs:
-            return picture_reader(self.pixels, "masks", output=self.output, aspect=self.aspect)
-        labels = self.pixels.labels
+            read = picture_reader(self.pixels, "masks", output=self.output, aspect=self.aspect)
+            return read if dtype is None else in_dtype(read, dtype, self.output)
         if labels.ndim == 2:
-            return lambda index: torch.from_numpy(labels[index].copy())
+            return lambda index: torch.tensor(labels[index], dtype=dtype)
+        if dtype is not None:
+            return lambda index: torch.tensor(labels.item(index), dtype=dtype)
         return labels.item
 
     def _refuse_squeezed(self) -> None:

@@ -65,7 +65,8 @@ class H5Loader(PackedLoader):
     would else split each one among threads of its own, which compete with the loader's.
 
     Args:
-        ds: what to feed. Its `target_transform` applies; it may have no `transform`.
+        ds: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
+            `transform`.
         batch_size: samples of a batch, of this rank.
         shuffle: True, "block" (for disks that hate seeks; long sequential reads) or False. None is
             True, or False with a sampler.
@@ -180,6 +181,7 @@ class H5Loader(PackedLoader):
             keep=prefetch + 2,
             on_error=on_error,
             target_transform=ds.target_transform,
+            target_dtype=ds.target_dtype,
             with_index=with_index,
             resident=(
                 reside(ds.pixels, lane, pinned=self.residency == "pinned") if resides else None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from PIL import Image
 
 from h5feed.augment.frame import Shapes
 from h5feed.codec import decode_jpeg, decode_strictly, nv12_to_rgb
-from h5feed.errors import H5FormatError
+from h5feed.errors import H5FormatError, UsageError
 from h5feed.feed.source import BYTES_CHANGED, Pixels
 from h5feed.jpeg_header import JpegHeader, read_header
 from h5feed.jpeg_region import Box, decode_jpeg_region
@@ -24,6 +25,7 @@ __all__ = [
     "Output",
     "check_max_pixels",
     "first_squeezed",
+    "in_dtype",
     "picture_reader",
     "source_size",
 ]
@@ -59,6 +61,23 @@ def picture_reader(
     }
     finish = finishers[output]
     return lambda index: finish(read(index))
+
+
+def in_dtype(
+    read: Callable[[int], Any], dtype: torch.dtype, output: Output
+) -> Callable[[int], Any]:
+    """Return `read` with what it gives as `dtype`; UsageError where `output` has none such."""
+    if output == "tensor":
+        return lambda index: read(index).to(dtype)
+    kind: Any = None
+    with suppress(TypeError):  # numpy has no bfloat16
+        kind = torch.empty(0, dtype=dtype).numpy().dtype
+    if output == "pil" or kind is None:
+        raise UsageError(
+            f'target_dtype={dtype} is nothing that masks can be with output="{output}": leave it '
+            'out, or take output="tensor"'
+        )
+    return lambda index: read(index).astype(kind)
 
 
 def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, int]:

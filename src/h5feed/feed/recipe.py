@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h5feed.augment import Params, Pipeline
+from h5feed.errors import UsageError
 from h5feed.feed.collate import transform_targets
 from h5feed.feed.device import Lane
 from h5feed.feed.fields import Augmented, Decoded, DecodedAndAugmented, Field, WholeItems
@@ -38,6 +39,7 @@ class Recipe:
         keep: free slots to keep per field and view.
         on_error: what a damaged item does.
         target_transform: applied to each label or mask.
+        target_dtype: of labels and masks; None leaves them as they are stored.
         with_index: deliver the samples' indices as well.
         resident: the images, where the device gathers them by itself; None where threads do.
 
@@ -54,6 +56,7 @@ class Recipe:
         keep: int,
         on_error: OnError,
         target_transform: Callable[[Any], Any] | None,
+        target_dtype: torch.dtype | None,
         with_index: bool,
         resident: Resident | None = None,
     ) -> None:
@@ -63,6 +66,12 @@ class Recipe:
         self.on_device = on_device
         self.on_error: OnError = on_error
         self._target_transform = target_transform
+        self._target_dtype = target_dtype
+        if target_dtype is not None and pipeline is not None and pipeline.uses_batch:
+            raise UsageError(
+                f"target_dtype={target_dtype} with augment={pipeline.ops!r}: mixed targets are "
+                "float32; leave target_dtype out"
+            )
         self._with_index = with_index
         self.resident = resident
         self._batch_size = batch_size
@@ -122,15 +131,16 @@ class Recipe:
         def name(k: int) -> str:
             return self.pixels.place("images", int(indices[k]))
 
+        transform, dtype = self._target_transform, self._target_dtype
         if not masks:
             labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
-            labels = transform_targets(labels, self._target_transform, name)
+            labels = transform_targets(labels, transform, name, dtype)
             if params is not None and self.pipeline is not None:
                 labels = self.pipeline.mix_labels(params, labels)
             return self._small(labels)
         if len(masks) > 1:
-            return masks
-        return transform_targets(next(iter(masks.values())), self._target_transform, name)
+            return {key: transform_targets(m, None, name, dtype) for key, m in masks.items()}
+        return transform_targets(next(iter(masks.values())), transform, name, dtype)
 
     def _small(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and tensor.device != self.lane.device:

@@ -24,11 +24,17 @@ _DENSE_SCALE = (0.25, 1.0)
 
 
 def training_ops(
-    config: DataConfig, size: int, stored: tuple[int, int] | None, *, dense: bool
+    config: DataConfig,
+    size: int,
+    stored: tuple[int, int] | None,
+    *,
+    dense: bool,
+    ignore_index: int = 0,
 ) -> list[Op]:
     """Return the ops for pictures of `size` px from ones stored as (height, width).
 
-    `stored` is None where stored pictures have several sizes.
+    `stored` is None where stored pictures have several sizes. Where masks are padded, they get
+    `ignore_index`.
     random-crop pads by an eighth (4 of 32 px, as in He et al. 2016); random-resized is Szegedy
     et al. 2015 as torchvision has it.
     """
@@ -43,7 +49,8 @@ def training_ops(
         ops.append(Resize((size, size)))
     if crop == "random-crop":
         padding = max(1, size // 8) if config.padding < 0 else config.padding
-        ops.append(RandomCrop(size, padding=padding))
+        mask_fill = ignore_index if dense else 0
+        ops.append(RandomCrop(size, padding=padding, mask_fill=mask_fill))
     return [*ops, RandomHorizontalFlip()] if config.flip else ops
 
 
@@ -67,5 +74,10 @@ def to_torchvision(ops: Sequence[Op]) -> Any:
 
 
 def _arguments(op: Any) -> dict[str, Any]:
-    ours_alone = ("interpolation", "antialias")  # whose defaults mean the same in torchvision
-    return {f.name: getattr(op, f.name) for f in fields(op) if f.name not in ours_alone}
+    # Those of ours alone: interpolation and antialias, whose defaults mean the same in torchvision.
+    ours_alone = ("interpolation", "antialias", "mask_fill")
+    made = {f.name: getattr(op, f.name) for f in fields(op) if f.name not in ours_alone}
+    if "fill" in made and op.mask_fill != 0:
+        tensors = require("torchvision.tv_tensors", "train")
+        made["fill"] = {tensors.Mask: op.mask_fill, "others": op.fill}
+    return made

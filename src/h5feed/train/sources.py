@@ -70,7 +70,8 @@ def _training(
     """Make the training loader for pictures of `size` px."""
     check_batch(config, world, len(ds))
     data, dense = config.data, kind.task == "segmentation"
-    ops = training_ops(data, size, stored_size(ds), dense=dense)
+    ignored = config.loss.ignore_index
+    ops = training_ops(data, size, stored_size(ds), dense=dense, ignore_index=ignored)
     if data.loader == "synthetic":
         batch = random_batch(
             kind.task, kind.num_outputs, batch_size, size, config.seed, world.device

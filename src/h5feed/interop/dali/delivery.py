@@ -24,6 +24,7 @@ class Delivery:
         *,
         device: torch.device,
         target_transform: Callable[[Any], Any] | None,
+        target_dtype: torch.dtype | None,
         with_index: bool,
     ) -> None:
         self._pixels = pixels
@@ -32,6 +33,7 @@ class Delivery:
         self._masks = [spec.name for spec in pixels.specs.values() if spec.channels == 1]
         self._device = device
         self._target_transform = target_transform
+        self._target_dtype = target_dtype
         self._with_index = with_index
 
     def batch(self, outputs: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -50,15 +52,17 @@ class Delivery:
         def name(k: int) -> str:
             return self._pixels.place("images", int(indices[k]))
 
-        transform = self._target_transform
+        transform, dtype = self._target_transform, self._target_dtype
         if len(masks) > 1:
-            return dict(zip(self._masks, masks, strict=True))
+            made = [transform_targets(mask, None, name, dtype) for mask in masks]
+            return dict(zip(self._masks, made, strict=True))
         if masks:
-            return transform_targets(masks[0], transform, name)
+            return transform_targets(masks[0], transform, name, dtype)
         if transform is None:
-            return labels[:, 0] if labels.dtype == torch.int64 else labels
+            labels = labels[:, 0] if labels.dtype == torch.int64 else labels
+            return transform_targets(labels, None, name, dtype)
         labels = torch.from_numpy(self._pixels.labels[indices.numpy()])
-        made = transform_targets(labels, transform, name)
+        made = transform_targets(labels, transform, name, dtype)
         return made.to(self._device) if isinstance(made, torch.Tensor) else made
 
 

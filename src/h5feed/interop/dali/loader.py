@@ -39,7 +39,8 @@ class DaliLoader(PackedLoader):
     threads do not survive a fork.
 
     Args:
-        ds: what to feed. Its `target_transform` applies; it may have no `transform`.
+        ds: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
+            `transform`.
         batch_size: samples of a batch, of this rank.
         shuffle: as H5Loader's.
         augment: ops of h5feed.augment, in order.
@@ -136,6 +137,7 @@ class DaliLoader(PackedLoader):
             augmentation,
             device=self.device,
             target_transform=ds.target_transform,
+            target_dtype=ds.target_dtype,
             with_index=with_index,
         )
         self._counts = Counts()
