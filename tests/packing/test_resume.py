@@ -1,11 +1,15 @@
+import json
 import os
 import random
 import re
 import signal
 import time
+import zlib
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import h5py
 import pytest
 
 from h5feed.errors import PackError, UsageError
@@ -342,6 +346,160 @@ def test_pixels_that_are_lost_are_packed_again(folder, out, monkeypatch, capsys,
     assert names(out.parent) == ["x.h5"]
     said = rf"x\.h5\.partial does not hold what its journal says from picture {summary.resumed} on"
     assert re.search(said, capsys.readouterr().err)
+
+
+# --- journals that no run has written
+
+
+def frames(data):
+    """Return a journal's entries: [facts, bytes of rows] of each, the header first."""
+    found, at = [], 0
+    while at < len(data):
+        _, text, rows, _ = journal._FRAME.unpack_from(data, at)
+        at += journal._FRAME.size + text + rows
+        found.append([json.loads(data[at - rows - text : at - rows]), data[at - rows : at]])
+    return found
+
+
+def joined(entries):
+    """Return the journal of these entries, its checksums right."""
+    data = b""
+    for facts, rows in entries:
+        text = facts if isinstance(facts, bytes) else json.dumps(facts).encode()
+        check = zlib.crc32(text + rows)
+        data += journal._FRAME.pack(b"h5fj", len(text), len(rows), check) + text + rows
+    return data
+
+
+def forge(entries, random):
+    """Change one thing in one entry."""
+    entry = random.choice(entries)
+    facts = entry[0]
+    name = random.choice(list(facts))
+    odd = [
+        None,
+        [],
+        {},
+        "",
+        "\x1b[31m",
+        True,
+        -1,
+        1.5,
+        2**31,
+        2**63,
+        10**400,
+        [[]],
+        [-1],
+        ["x", 0, 0],
+    ]
+    rows = bytearray(entry[1])
+    if rows and random.random() < 0.5:
+        rows[random.randrange(len(rows))] ^= 1 << random.randrange(8)
+        entry[1] = bytes(rows[: random.choice([len(rows), len(rows) - 1, len(rows) // 2])])
+    elif random.random() < 0.1:
+        entry[0] = random.choice(
+            [b"[" * 100_000, b"{", b"3", b"[]", b"null", b"\xff", b'{"a":1e999}']
+        )
+    elif random.random() < 0.1:
+        del facts[name]
+    elif random.random() < 0.1:
+        facts["new"] = 1
+    elif random.random() < 0.2:
+        entries.remove(entry)
+    else:
+        facts[name] = random.choice(odd)
+
+
+@pytest.fixture
+def interrupted(folder, out, monkeypatch):
+    """A run that was interrupted; return what it left (bytes by path), and the whole file's SHA."""
+    make_folder(folder, broken=(2, 9))
+    monkeypatch.setattr(blocks, "_MOST", 4)
+    options = {"fit": "pad", "store": "jpeg"}
+    pack(folder, out, size=SIZE, workers=0, **options)
+    expected = sha256(out)
+    out.unlink()
+    interrupt(monkeypatch, folder, out, 4, **options)
+
+    def resume(change):
+        for path, data in left.items():
+            path.write_bytes(data)
+        paths.journal.write_bytes(change(left[paths.journal]))
+        return pack(folder, out, size=SIZE, workers=0, resume=True, overwrite=True, **options)
+
+    paths = OutputPaths.of(out)
+    left = {path: path.read_bytes() for path in (paths.partial, paths.journal)}
+    return resume, expected
+
+
+def test_a_damaged_journal_resumes_to_the_same_bytes_or_is_one_sentence(interrupted, out):
+    resume, expected = interrupted
+    said = set()
+    for seed in range(80):
+        draw = random.Random(seed)
+
+        def damage(data, draw=draw):
+            data = bytearray(data)
+            # Half of them in the header's first bytes, and in those of what follows it.
+            at = draw.choice([0, data.index(b"h5fj", 4)]) + draw.randrange(16)
+            at = draw.choice([at, draw.randrange(len(data))])
+            data[at] ^= 1 << draw.randrange(8)
+            return bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
+
+        try:
+            resume(damage)
+            assert sha256(out) == expected, seed
+            assert names(out.parent) == ["x.h5"]
+        except PackError as ex:
+            said.add(str(ex))
+    assert said == {
+        f"{out}.partial.journal has no whole header (damaged, or of another version of h5feed): "
+        "--overwrite begins anew"
+    }
+
+
+def test_a_forged_journal_resumes_to_the_same_bytes_or_is_one_sentence(interrupted, out):
+    resume, _ = interrupted
+    said = Counter()
+    for seed in range(120):
+
+        def change(data, seed=seed):
+            entries = frames(data)
+            forge(entries, random.Random(seed))
+            return joined(entries)
+
+        try:
+            resume(change)
+        except PackError as ex:
+            said[re.sub(r"[\d,]+", "N", str(ex).removeprefix(f"{out}.partial.journal "))] += 1
+            continue
+        report = check_file(out)
+        assert report.is_sound, (seed, report)
+        with h5py.File(out) as file:
+            provenance = json.loads(file.attrs["provenance"])
+        assert provenance["counts"]["packed"] == report.items == 22, seed
+    assert len([text for text in said if text.startswith("has an entry behind picture N ")]) == 1
+    assert all("--overwrite" in text and text.isprintable() for text in said)
+    assert sum(said.values()) > 60
+
+
+@pytest.mark.parametrize(
+    "header", [{"journal": 2}, {"journal": "1"}, {"new": "later versions know"}]
+)
+def test_a_journal_of_another_version_is_one_sentence(interrupted, header):
+    resume, _ = interrupted
+
+    def change(data):
+        entries = frames(data)
+        entries[0][0] |= header
+        return joined(entries)
+
+    with pytest.raises(
+        PackError,
+        match=r"x\.h5\.partial\.journal has no header that this version writes \(damaged, or of "
+        r"another version of h5feed\): --overwrite begins anew$",
+    ):
+        resume(change)
 
 
 def test_resume_with_nothing_to_resume_begins(folder, out):

@@ -200,8 +200,9 @@ class Journal:
 def _parse_header(text: bytes) -> Header:
     """Return the header; KeyError, TypeError or ValueError where it is none of ours."""
     facts = json.loads(text)
-    if facts.pop("journal") != _VERSION:
+    if facts["journal"] != _VERSION:
         raise ValueError("another version")
+    del facts["journal"]
     header = Header(**facts)
     kinds = (type(header.source), type(header.count), type(header.content), type(header.versions))
     if kinds != (str, int, dict, dict):

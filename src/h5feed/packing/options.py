@@ -58,9 +58,11 @@ class PackOptions:
     """Worker processes; otherwise one per core (a container's quota counts) while memory lasts.
     0: all is done in one process."""
     overwrite: bool = False
-    """Replace OUT where it exists, and throw an unfinished OUT.partial away."""
+    """Replace OUT where it exists, and throw an unfinished OUT.partial away. Where OUT is a link,
+    the link stays and the file that it leads to is replaced."""
     resume: bool = False
-    """Go on with the OUT.partial of an interrupted run, if there is one."""
+    """Go on with the OUT.partial of an interrupted run, if there is one, once all of it was read
+    and compared with its checksums."""
 
     def check(self) -> None:
         """Raise UsageError for a value out of range, or one that would be ignored."""
