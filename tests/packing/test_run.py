@@ -229,6 +229,25 @@ def test_out_is_refused_with_one_sentence_each(folder, out, tmp_path):
     assert names(out.parent) == ["x.h5"]
 
 
+def test_letterboxed_masks_are_surrounded_by_mask_fill(folder, out, tmp_path):
+    masks = tmp_path / "masks"
+    for path in folder.glob("*/*"):
+        with Image.open(path) as image:
+            mask = Image.new("L", image.size, 7)
+        target = masks / path.relative_to(folder).with_suffix(".png")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        mask.save(target)
+    options = {"size": SIZE, "fit": "pad", "masks": masks, "workers": 0, "overwrite": True}
+    found = []
+    for fill in ({}, {"mask_fill": 255}):
+        pack(folder, out, **options, **fill)
+        with h5py.File(out) as file:
+            found.append(file["masks"][:])
+    plain, filled = found
+    assert set(np.unique(plain)) == {0, 7}
+    assert np.array_equal(filled, np.where(plain == 0, 255, 7))
+
+
 def test_a_leftover_partial_needs_a_word(folder, out):
     OutputPaths.of(out).partial.write_bytes(b"")
     with pytest.raises(UsageError, match=r"--resume goes on with it, --overwrite begins anew"):
@@ -247,6 +266,9 @@ def test_a_leftover_partial_needs_a_word(folder, out):
         ({"quality": 90.0}, r"quality=90\.0 is not a whole number"),
         ({"background": 255}, "background=255 is no color: give red, green, blue"),
         ({"background": (0, 0, 256)}, "background=256 is out of range"),
+        ({"mask_fill": 256}, "mask_fill=256 is out of range: give 0 to 255"),
+        ({"mask_fill": 9}, "mask_fill=9 is what surrounds letterboxed masks, and fit=stretch mak"),
+        ({"mask_fill": 9, "fit": "pad"}, "mask_fill=9 without masks: leave it out, or give masks"),
         ({"size": 64, "store": "original"}, "size=64 with store=original: .* leave size out"),
         ({"fit": "crop", "store": "original"}, "fit=crop with store=original"),
         ({"non_jpeg": "reencode"}, "non_jpeg=reencode is for store=original"),

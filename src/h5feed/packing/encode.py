@@ -187,7 +187,7 @@ def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
     if mask.shape != shape:
         sizes = f"mask {mask.shape[0]}x{mask.shape[1]}, picture {shape[0]}x{shape[1]}"
         raise DecodeError("mask of another size", sizes)
-    return _flat(fit_mask(mask, job.specs[0]))
+    return _flat(fit_mask(mask, job.specs[0], fill=job.options.mask_fill))
 
 
 def _original(job: Job, index: int) -> _Item:

@@ -41,6 +41,8 @@ class PackOptions:
     """A folder of masks, one per picture: the same relative path but for the extension."""
     background: tuple[int, int, int] = (255, 255, 255)
     """Red, green, blue under transparent pixels and around letterboxed pictures."""
+    mask_fill: int = 0
+    """Class number around letterboxed masks, 0 to 255, such as the loss's ignore index."""
     max_pixels: int = MAX_PIXELS
     """A picture of more pixels, by its header, is skipped and not decoded; so is one that takes
     more than 12 bytes of memory for each of them. A worker takes no more: 2.2 GB by default."""
@@ -80,6 +82,7 @@ class PackOptions:
             raise UsageError(f"background={self.background} is no color: give red, green, blue")
         for value in self.background:
             _in_range("background", value, 0, 255)
+        _in_range("mask_fill", self.mask_fill, 0, 255)
         self._check_companions()
 
     def content(self) -> dict[str, Any]:
@@ -107,6 +110,11 @@ class PackOptions:
                 f"non_jpeg={self.non_jpeg} is for store=original; with store={self.store} "
                 "every format is taken: leave it out"
             )
+        if self.mask_fill != 0 and self.fit != "pad":
+            raise UsageError(
+                f"mask_fill={self.mask_fill} is what surrounds letterboxed masks, and "
+                f"fit={self.fit} makes none: leave it out, or take fit=pad"
+            )
         if self.quality != 90 and self.store in ("raw", "yuv420"):
             raise UsageError(
                 f"quality={self.quality} is for encoding JPEG, and store={self.store} keeps "
@@ -124,7 +132,13 @@ def field_specs(options: PackOptions, size: tuple[int, int] | None) -> tuple[Fie
     if options.store == "yuv420" and (height % 2 or width % 2):
         raise UsageError(f"size={height}x{width} with store=yuv420: both sides must be even")
     images = images_spec(options.store, height, width, options.fit)
-    return (images,) if options.masks is None else (images, masks_spec(images))
+    if options.masks is not None:
+        return (images, masks_spec(images))
+    if options.mask_fill != 0:
+        raise UsageError(
+            f"mask_fill={options.mask_fill} without masks: leave it out, or give masks"
+        )
+    return (images,)
 
 
 def _among(name: str, value: object, choices: tuple[str, ...]) -> None:
