@@ -1,5 +1,10 @@
 import gc
 import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
 import weakref
 
 import cv2
@@ -422,12 +427,67 @@ def test_a_pass_counts_from_its_first_batch_on(ds):
     assert [order(one) for one in begun] == [first, second]
 
 
-def test_ranks_from_torch_distributed(ds, monkeypatch):
+def test_ranks_are_those_of_torch_distributed_when_a_pass_begins(ds, monkeypatch):
+    loader, alone = H5Loader(ds, 2), H5Loader(ds, 2, rank=0, world_size=1)
+    assert (loader.rank, loader.world_size, len(loader)) == (0, 1, 6)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    loader = H5Loader(ds, 2)
     assert (loader.rank, loader.world_size, len(loader)) == (1, 3, 2)
+    assert [len(batch) for batch, _ in loader] == [2, 2]
+    assert (alone.rank, alone.world_size, len(alone)) == (0, 1, 6)
+    assert sum(len(batch) for batch, _ in alone) == 12
+
+
+def test_several_processes_without_a_group_are_an_error(ds, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = H5Loader(ds, 2)  # the group may come later
+    for use in (len, iter):
+        with pytest.raises(UsageError) as caught:
+            use(loader)
+        assert str(caught.value) == (
+            "WORLD_SIZE=2 in the environment, and torch.distributed has no process group: call "
+            "torch.distributed.init_process_group() before the first pass or len(), or give the "
+            "loader rank and world_size (0 and 1 where each process is to read everything)"
+        )
+    assert len(H5Loader(ds, 2, rank=0, world_size=1)) == 6
+    for value in ("1", "", "nonsense"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        assert len(loader) == 6
+
+
+RANK = """
+    import json, sys
+    from torch import distributed
+    from h5feed import H5Dataset, H5Loader
+    path, meeting, rank = sys.argv[1:]
+    loader = H5Loader(H5Dataset(path), 2, seed=3, with_index=True)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2
+    )
+    seen, places = [], []
+    for _, _, indices in loader:
+        seen += indices.tolist()
+        places.append(loader.state_dict()["consumed"])
+    print(json.dumps([len(loader), seen, places]))
+    distributed.destroy_process_group()
+"""
+
+
+def test_a_loader_made_before_the_group_shares_its_epoch(ds, tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(RANK), ds.pixels.paths[0]]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(tmp_path / "meeting"), str(rank)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "WORLD_SIZE": "2", "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    told = [json.loads(process.communicate(timeout=120)[0]) for process in ranks]
+    assert [length for length, *_ in told] == [3, 3]
+    assert sorted(told[0][1] + told[1][1]) == list(range(12))
+    assert [places for *_, places in told] == [[4, 8, 12]] * 2
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop"])

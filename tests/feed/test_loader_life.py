@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from h5feed import DamagedItemError, H5Dataset, H5Loader, augment
+from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.codec import encode_jpeg
 from h5feed.feed.fields import Augmented
 from h5feed.jpeg_header import read_header
@@ -82,6 +83,18 @@ def test_two_passes_at_once(ds):
             assert torch.equal(i, j)
             assert torch.equal(a, b)
             assert a.data_ptr() != b.data_ptr()
+
+
+def test_threads_that_share_a_pass_share_its_batches(ds):
+    with H5Loader(ds, 1, augment=CROP, with_index=True, prefetch=4) as loader:
+        for _ in range(10):
+            passed = iter(loader)
+            with ThreadPoolExecutor(4) as threads:
+                shares = threads.map(
+                    lambda _, passed=passed: [indices.item() for *_, indices in passed], range(4)
+                )
+            assert sorted(itertools.chain.from_iterable(shares)) == list(range(60))
+            assert list(passed) == []
 
 
 def test_close_during_a_pass_and_again(ds):
@@ -393,9 +406,7 @@ def test_ctrl_c_ends_a_loop_at_once(ds):
 def test_ctrl_c_while_waiting_keeps_the_loader_whole(ds):
     body = """
     import os, signal, threading
-    from h5feed.codec import encode_jpeg
-from h5feed.feed.fields import Augmented
-from h5feed.jpeg_header import read_header
+    from h5feed.feed.fields import Augmented
     fill = Augmented.fill
     Augmented.fill = lambda *args: (time.sleep(0.3), fill(*args))
     passed, seen = iter(loader), 0
@@ -419,6 +430,31 @@ def test_a_forked_child_can_use_the_loader(ds):
             count = sum(len(images) for images, _ in loader)
             os._exit(0 if count == 60 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_pass_inherited_through_fork_is_an_error(ds):
+    with H5Loader(ds, 4, augment=CROP) as loader:
+        passed = iter(loader)
+        next(passed)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)  # rather than to wait for ever
+            try:
+                next(passed)
+            except UsageError as ex:
+                os.write(write, str(ex).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with open(read) as told:
+            assert told.read() == (
+                f"this pass was begun by process {os.getpid()}, whose threads make its batches, "
+                f"and process {pid} was forked from it without them: begin a pass of its own "
+                "there, with iter(loader)"
+            )
+        os.waitpid(pid, 0)
+        assert sum(1 for _ in passed) == 14
 
 
 def write_sparse(path, count, side):

@@ -121,18 +121,48 @@ def test_state_before_and_after_a_pass(ds):
         assert (state["epoch"], state["consumed"]) == (1, 0)
 
 
-def test_a_pass_resumed_at_its_end_is_empty_and_the_next_is_whole(ds):
-    with make(ds) as loader:
-        passed = iter(loader)
-        for _ in range(10):
-            next(passed)
-        state = loader.state_dict()
-    with make(ds) as loader:
+def state_of_the_last_batch(ds, **options):
+    """What a loop's body saves that saves after every batch."""
+    with make(ds, **options) as loader:
+        for _ in loader:
+            state = loader.state_dict()
+    return state
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_last": True, "batch_size": 7}], ids=str)
+def test_a_state_of_the_last_batch_begins_the_next_epoch(ds, options):
+    state = state_of_the_last_batch(ds, **options)
+    assert state["epoch"] == 0
+    with make(ds, **options) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        got = by_index(loader)
+        assert loader.state_dict()["epoch"] == 2
+    with make(ds, **options) as loader:
+        loader.set_epoch(1)
+        assert_same(got, by_index(loader))
+
+
+def test_a_state_of_the_last_batch_leaves_nothing_of_the_epoch_it_names(ds):
+    state = state_of_the_last_batch(ds)
+    with make(ds) as loader:  # in a loop that begins with the epoch in which it was saved
         loader.load_state_dict(state)
         loader.set_epoch(0)
         assert list(loader) == []
         loader.set_epoch(1)
         assert len(by_index(loader)) == COUNT
+    with make(ds) as loader:  # and in one that counts the next
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        assert len(by_index(loader)) == COUNT
+        assert loader.state_dict()["epoch"] == 2
+
+
+def test_an_epoch_of_no_batch_is_an_epoch(ds):
+    with make(ds, 64, drop_last=True) as loader:
+        for epoch in range(3):
+            assert loader.state_dict()["epoch"] == epoch
+            assert list(loader) == []
 
 
 def test_resuming_twice_and_state_in_mid_resume(ds):

@@ -14,7 +14,7 @@ from h5feed.feed.arrange import Arrangement, Shuffle
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.order import Order
 from h5feed.feed.run import Cursor
-from h5feed.feed.setup import block_length, choose_ranks
+from h5feed.feed.setup import block_length, check_ranks, choose_ranks
 from h5feed.feed.state import State, check_place, read_state
 from h5feed.feed.steps import Steps, Tail
 from h5feed.feed.whole import check_whole
@@ -52,7 +52,8 @@ class PackedLoader(ABC):
         self.seed = seed
         self.drop_last = drop_last
         self._tail: Tail = tail
-        self.rank, self.world_size = choose_ranks(rank, world_size)
+        check_ranks(rank, world_size)
+        self._given_ranks = rank, world_size
         self._arrangement = Arrangement(
             len(ds),
             shuffle=shuffle,
@@ -62,6 +63,16 @@ class PackedLoader(ABC):
             window=window,
         )
         self._cursor = Cursor(epoch=0)
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among those that share an epoch, as it is now."""
+        return choose_ranks(*self._given_ranks)[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many processes share an epoch, as it is now."""
+        return choose_ranks(*self._given_ranks)[1]
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch, on every rank the same."""
@@ -89,6 +100,7 @@ class PackedLoader(ABC):
         check_whole(0, epoch=epoch)
         if epoch != self._cursor.epoch or self._cursor.begun:
             self._cursor = Cursor(epoch)
+        self._cursor.named = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest pass stands: what it delivered, not what it made ahead."""
@@ -106,6 +118,9 @@ class PackedLoader(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass deliver exactly what was left, at any batch and world size.
 
+        Where nothing was left, as with a state taken in the last batch's loop body, it is the next
+        epoch, unless `set_epoch` names that one: then it is an empty pass.
+
         Takes the state's seed. Raises UsageError for what is no state, for one of other data or
         of another order, and for one that stands outside its epoch.
         """
@@ -119,19 +134,27 @@ class PackedLoader(ABC):
     def _begin(self) -> tuple[Cursor, Order, Steps]:
         """Go to where the next pass begins; return that, with its order and what is left of it."""
         cursor = replace(self._cursor)
-        if cursor.begun:
+        if cursor.begun or self._is_over(cursor):
             cursor = Cursor(cursor.epoch + 1)
         order = self._arrangement.order(self.seed, cursor.epoch)
         self._check_listed(cursor, self._arrangement.listed(order))
         self._cursor = cursor
         return cursor, order, self._steps(cursor.consumed)
 
+    def _is_over(self, cursor: Cursor) -> bool:
+        """Whether a loaded state left nothing of its epoch, which nobody asked for by name."""
+        if cursor.named or cursor.consumed == 0:
+            return False
+        self._arrangement.samples(cursor.epoch)  # a sampler's length may depend on the epoch
+        return len(self._steps(cursor.consumed)) == 0
+
     def _steps(self, start: int) -> Steps:
+        rank, world_size = choose_ranks(*self._given_ranks)
         return Steps(
             samples=len(self._arrangement),
             batch_size=self.batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=rank,
+            world_size=world_size,
             drop_last=self.drop_last,
             tail=self._tail,
             start=start,

@@ -43,7 +43,8 @@ def make_dataloader(
     Workers persist over epochs and keep one thread each (torch sets its own to one, cv2 does
     not); each holds `prefetch` batches ready. `seed` determines the order and, with workers,
     the random numbers of torch, numpy and random in each worker; with `workers=0` transforms
-    draw from this process's generators. A `sampler` decides the order in place of `shuffle`.
+    draw from this process's generators. A `sampler` decides the order in place of `shuffle`; under
+    torch.distributed give torch's DistributedSampler: unlike H5Loader, this splits nothing itself.
     `pin_memory="auto"` pins where there is a CUDA device. The batch is channels_last; see
     `collate`. `context` is how workers start, by default as Python does.
 

@@ -56,7 +56,7 @@ class H5Loader(PackedLoader):
     was broken off counts as a pass. A pass counts from its first batch on: until then a state says
     where it begins, and one that is let go loses nothing of what was to be gone on with. So two
     begun before either delivers, as in zip(loader, loader), are the same epoch; `set_epoch` between
-    makes them two.
+    makes them two. Threads may share a pass: each batch goes to one of them.
 
     JPEG is decoded by the loader's threads, wherever batches go; h5feed.interop.dali.DaliLoader,
     which takes the same arguments, decodes it on a GPU.
@@ -93,8 +93,8 @@ class H5Loader(PackedLoader):
         tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
             some, "drop" leaves some out. Every rank has equally many steps and samples.
         seed: any int.
-        rank: this process; None asks torch.distributed.
-        world_size: how many share an epoch; None asks torch.distributed.
+        rank: this process; None asks torch.distributed, when a pass begins.
+        world_size: how many share an epoch; None asks torch.distributed, when a pass begins.
         on_error: "raise", or "skip": the next whole sample of the batch stands in for one that
             cannot be decoded; see stats().
         with_index: deliver (images, labels, indices).

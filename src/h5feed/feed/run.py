@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -12,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from h5feed.errors import UsageError
 from h5feed.feed.work import Epoch, Work
 
 __all__ = ["Counts", "Cursor", "Run"]
@@ -28,6 +31,8 @@ class Cursor:
     """CRC-32 of a sampler's list, of a pass that began or was to be gone on with."""
     begun: bool = False
     """Whether a batch has been delivered from here, so that a new pass is the next epoch."""
+    named: bool = False
+    """Whether `set_epoch` asked for this epoch, also where nothing is left of it."""
 
     def advance(self, consumed: int) -> None:
         """Stand behind a batch that has been delivered."""
@@ -39,6 +44,7 @@ class Cursor:
         self.epoch += 1
         self.consumed = self.listed = 0
         self.begun = False
+        self.named = False
 
 
 @dataclass(slots=True)
@@ -67,6 +73,8 @@ _MANY = 2  # times the slots that a loop needs which lets go of its batches
 class Run(Iterator[Any]):
     """The iterator over one pass. Letting it go ends it; its threads belong to the pool.
 
+    Several threads may share it: each batch goes to one of them. A forked child may not.
+
     It has no __del__: Python drops what is raised there, and a Ctrl-C would be lost.
     """
 
@@ -77,11 +85,18 @@ class Run(Iterator[Any]):
         self._counts = counts
         self._requested = 0
         self._works: deque[Work] = deque()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         epoch.run = weakref.ref(self)
         for _ in range(prefetch):
             self._request()
 
     def __next__(self) -> Any:
+        _check_process(self._pid)
+        with self._lock:
+            return self._next()
+
+    def _next(self) -> Any:
         if not self._works:
             if not self._epoch.cancelled:
                 self._complete()
@@ -131,12 +146,22 @@ class Run(Iterator[Any]):
                 f"{len(rings[0])} batches are held at once, {held:.0f} MB that grow with every "
                 "further one: a batch's memory is used again once nobody holds it or a view of it. "
                 "Copy what you keep (images.clone()), or ignore this if the memory is there",
-                stacklevel=4,  # the caller's loop
+                stacklevel=5,  # the caller's loop
             )
 
     def _complete(self) -> None:
         self._epoch.ended = True
         self._cursor.complete()
+
+
+def _check_process(pid: int) -> None:
+    """Refuse to go on in a forked child with the pass of its parent `pid`."""
+    if pid != os.getpid():
+        raise UsageError(
+            f"this pass was begun by process {pid}, whose threads make its batches, and process "
+            f"{os.getpid()} was forked from it without them: begin a pass of its own there, with "
+            "iter(loader)"
+        )
 
 
 def _tensors(batch: Any) -> list[Tensor]:

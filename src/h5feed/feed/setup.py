@@ -27,6 +27,7 @@ __all__ = [
     "block_length",
     "check_arguments",
     "check_choices",
+    "check_ranks",
     "choose_pipeline",
     "choose_ranks",
     "choose_threads",
@@ -69,18 +70,34 @@ def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
         raise UsageError(f"lookahead={lookahead!r} must be a number of bytes, 0 for none")
 
 
-def choose_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return (rank, world size), those of torch.distributed where they are not given."""
+def check_ranks(rank: int | None, world_size: int | None) -> None:
+    """Refuse one without the other, and what are no numbers or no place among so many."""
     if (rank is None) != (world_size is None):
         raise UsageError(f"rank={rank} and world_size={world_size}: give both or neither")
-    if rank is None or world_size is None:
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return 0, 1
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    check_whole(0, rank=rank, world_size=world_size)
-    if rank >= world_size:
-        raise UsageError(f"rank={rank} is not in 0 to world_size-1={world_size - 1}")
-    return rank, world_size
+    if rank is not None and world_size is not None:
+        check_whole(0, rank=rank, world_size=world_size)
+        if rank >= world_size:
+            raise UsageError(f"rank={rank} is not in 0 to world_size-1={world_size - 1}")
+
+
+def choose_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return (rank, world size), where they are not given those of torch.distributed at present.
+
+    Raises UsageError where the environment tells of several processes that are no group yet: each
+    would take itself for the only one, and read everything.
+    """
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    several = os.environ.get("WORLD_SIZE", "1")
+    if several.isdecimal() and int(several) > 1:
+        raise UsageError(
+            f"WORLD_SIZE={several} in the environment, and torch.distributed has no process group: "
+            "call torch.distributed.init_process_group() before the first pass or len(), or give "
+            "the loader rank and world_size (0 and 1 where each process is to read everything)"
+        )
+    return 0, 1
 
 
 def choose_threads(threads: int | str, device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """A LightningDataModule over packed files: batches by H5Loader, resumed by Lightning itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from h5feed._optional import require
@@ -56,7 +56,7 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
         }
         self.datasets: dict[str, H5Dataset] = {}
         """The opened files by stage, after `setup`."""
-        self._training: _EpochsInARow | None = None
+        self._training: H5Loader | None = None
         self._resumed: dict[str, Any] = {}
 
     def setup(self, stage: str | None = None) -> None:
@@ -68,7 +68,7 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
     def train_dataloader(self) -> H5Loader | list[Any]:
         """Return the shuffled loader; an empty list when there is no such file, as for the rest."""
         loader = self._loader("train")
-        if isinstance(loader, _EpochsInARow):
+        if isinstance(loader, H5Loader):
             self._training = loader
             if self._resumed:
                 loader.load_state_dict(self._resumed)
@@ -98,11 +98,11 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
         """Return the loader for predicting; its batches are (images, labels) as everywhere."""
         return self._loader("predict")
 
-    def _loader(self, name: str) -> "_EpochsInARow | list[Any]":
+    def _loader(self, name: str) -> H5Loader | list[Any]:
         if name not in self.datasets:
             return []
         training = name == "train"
-        return _EpochsInARow(
+        return H5Loader(
             self.datasets[name],
             self.batch_size,
             shuffle=training,
@@ -111,17 +111,3 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
             device="cpu" if self.trainer is None else self.trainer.strategy.root_device,
             **self._options,
         )
-
-
-class _EpochsInARow(H5Loader):
-    """An H5Loader that a state from an epoch's end puts at the beginning of the next.
-
-    Lightning does not ask for the batch after an epoch's last, and begins the next epoch after a
-    resume without saying so.
-    """
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        everything = min(len(self) * self.batch_size * self.world_size, len(self.dataset))
-        if state["consumed"] >= everything:
-            self.set_epoch(state["epoch"] + 1)

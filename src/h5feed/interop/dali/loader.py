@@ -54,8 +54,8 @@ class DaliLoader(PackedLoader):
         drop_last: leave out a last batch that would be short.
         tail: as H5Loader's.
         seed: any int.
-        rank: this process; None asks torch.distributed.
-        world_size: how many share an epoch; None asks torch.distributed.
+        rank: as H5Loader's.
+        world_size: as H5Loader's.
         on_error: "raise", or "skip": the next whole sample of the batch stands in for one whose
             bytes are not those that were packed, or that DALI cannot decode.
         with_index: deliver (images, labels, indices).

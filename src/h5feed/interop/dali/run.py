@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
@@ -20,7 +21,10 @@ __all__ = ["Run"]
 
 
 class Run(Iterator[Any]):
-    """The iterator over one pass. Letting it go ends it; its line goes on to the next."""
+    """The iterator over one pass. Letting it go ends it; its line goes on to the next.
+
+    Several threads may share it: each batch goes to one of them.
+    """
 
     def __init__(
         self,
@@ -42,10 +46,15 @@ class Run(Iterator[Any]):
         self._on_damage: OnDamage = on_damage
         self._step = 0
         self._over = False
+        self._lock = threading.Lock()
         self._line: Line | None = maker.begin(course, on_damage, order)
 
     def __next__(self) -> Any:
         self._maker.check_process()
+        with self._lock:
+            return self._next()
+
+    def _next(self) -> Any:
         if self._over or self._step == len(self._steps):
             self._complete()
             raise StopIteration
