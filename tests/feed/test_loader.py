@@ -82,7 +82,7 @@ def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
     """Against the pipeline fed one picture at a time from H5Dataset."""
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind), output="numpy")
     pixels = ds.pixels
-    found = load(ds, augment=CROP, seed=3)
+    found = load(H5Dataset(pixels.paths), augment=CROP, seed=3)
     for index, (views, _) in found.items():
         pipeline = augment.Pipeline(CROP)
         yuv = pixels.specs["images"].encoding == "yuv420"
@@ -604,9 +604,25 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
     batches = BatchSampler(SequentialSampler(ds), 5, drop_last=False)  # 5, 5 and 2
     with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
         iter(H5Loader(ds, 4, sampler=batches))
-    ds = H5Dataset(ds.pixels.paths, transform=lambda image: image, aspect="source")
+    ds = H5Dataset(ds.pixels.paths, transform=lambda image: image, aspect="stored")
     with pytest.raises(UsageError, match="use make_dataloader"):
         H5Loader(ds, 4)
+
+
+@pytest.mark.parametrize("output", ["tensor", "numpy", "pil"])
+@pytest.mark.parametrize("aspect", ["stored", "source"])
+def test_what_a_dataset_asks_for_is_done_or_refused(ds, output, aspect):
+    ds = H5Dataset(ds.pixels.paths, output=output, aspect=aspect)
+    if (output, aspect) == ("tensor", "stored"):
+        assert len(H5Loader(ds, 4)) == 3
+        return
+    with pytest.raises(UsageError) as caught:
+        H5Loader(ds, 4)
+    assert str(caught.value) == (
+        f"ds has output={output!r} and aspect={aspect!r}, and H5Loader makes tensors of the images "
+        "as they are stored; its crops are drawn in the source's proportions and undo "
+        "fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
+    )
 
 
 def test_batches_that_no_memory_holds_are_refused_in_a_sentence(tmp_path, monkeypatch):

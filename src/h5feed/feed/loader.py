@@ -66,7 +66,7 @@ class H5Loader(PackedLoader):
 
     Args:
         ds: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
-            `transform`.
+            `transform`, and no `output` or `aspect` but tensors of the images as they are stored.
         batch_size: samples of a batch, of this rank.
         shuffle: True, "block" (for disks that hate seeks; long sequential reads) or False. None is
             True, or False with a sampler.

@@ -44,7 +44,7 @@ _MOST_THREADS = 16
 
 
 def check_arguments(ds: Any, **numbers: Any) -> None:
-    """Refuse a dataset that is none of ours or has a transform, and counts below 1."""
+    """Refuse a dataset that is none of ours or asks for what no loader does, and counts below 1."""
     if not isinstance(ds, H5Dataset):
         raise UsageError(
             f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader (for a part "
@@ -54,6 +54,12 @@ def check_arguments(ds: Any, **numbers: Any) -> None:
         raise UsageError(
             f"ds.transform={ds.transform!r} would have to run in Python for every image: give "
             "H5Loader ops of h5feed.augment instead, or use make_dataloader"
+        )
+    if ds.output != "tensor" or ds.aspect != "stored":
+        raise UsageError(
+            f"ds has output={ds.output!r} and aspect={ds.aspect!r}, and H5Loader makes tensors of "
+            "the images as they are stored; its crops are drawn in the source's proportions and "
+            "undo fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
         )
     check_whole(1, **numbers)
 
