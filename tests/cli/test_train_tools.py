@@ -10,6 +10,7 @@ from h5feed.cli import ablate
 from h5feed.cli.train import main
 from h5feed.train import TrainConfig, write_config
 from h5feed.train.config import ModelConfig
+from h5feed.train.find_batch import BatchSizes, BatchTrial
 from packed import random_images, write_packed
 
 torch.set_num_threads(1)
@@ -42,7 +43,7 @@ def test_the_tools_take_a_runs_options_from_its_config(packed, tmp_path, capsys)
 def test_find_lr_says_what_to_try_or_that_it_has_nothing(packed, capsys):
     assert main(["find-lr", packed, *SMALL, "--steps", "12"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(("try --lr ", "no suggestion: the loss, smoothed, never fell over "))
+    assert said.startswith(("try --lr ", "no suggestion: the loss never clearly fell over "))
 
 
 def test_find_batch_names_a_size_and_the_option_that_scales_the_rate(packed, capsys):
@@ -60,6 +61,22 @@ def test_find_batch_in_json(packed, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["largest"] == 4
     assert [trial["batch_size"] for trial in found["trials"]] == [2, 4]
+
+
+def test_no_batch_is_larger_than_the_set_and_time_that_is_over_is_said(packed, capsys, monkeypatch):
+    assert main(["find-batch", packed, *SMALL, "--steps", "1", "--smallest", "5"]) == 0
+    streams = capsys.readouterr()
+    assert [line.partition(":")[0] for line in streams.err.splitlines()] == [
+        "batch of 5", "batch of 10", "batch of 16"
+    ]  # fmt: skip
+    assert "16 is the largest tried, and it fits." in streams.out
+    assert main(["find-batch", packed, *SMALL, "--smallest", "99", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["largest"] == 16
+    trial = BatchTrial(batch_size=8, images_per_second=1.0, memory_bytes=None)
+    sizes = BatchSizes(trials=(trial,), full=False, in_time=False)
+    monkeypatch.setattr("h5feed.cli.find_batch.find_batch", lambda *_: sizes)
+    assert main(["find-batch", packed, *SMALL, "--seconds", "9"]) == 0
+    assert "8 is the largest tried, and it fits (--seconds 9 are over). " in capsys.readouterr().out
 
 
 def test_wrong_use_is_exit_2_and_one_sentence(packed, capsys):

@@ -28,6 +28,43 @@ def find(tmp_path, *, limit=10**9, error=FULL, smallest=8, largest=1024, **optio
     return find_batch(step, made, WORLD, BatchRange(smallest=smallest, largest=largest, steps=1))
 
 
+class Clock:
+    """Stands still, except while a size is tried: a second an image."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(module, "_time", self.timed)
+
+    def timed(self, step, batch, steps, device):
+        self.now += len(batch[0])
+        return 1.0
+
+
+def test_a_size_that_would_take_longer_than_is_left_is_not_tried(tmp_path, monkeypatch):
+    Clock(monkeypatch)
+    said = []
+    found = find_batch(
+        make_step(tmp_path),
+        batch,
+        WORLD,
+        BatchRange(smallest=8, largest=8192, steps=1, seconds=60),
+        trying=lambda size, seconds: said.append((size, seconds)),
+    )
+    assert [trial.batch_size for trial in found.trials] == [8, 16, 32]  # 64 more would be 120
+    assert (found.full, found.in_time) == (False, False)
+    assert said == [(8, 0.0), (16, 16.0), (32, 32.0)]
+
+
+def test_closing_in_ends_in_time_too(tmp_path, monkeypatch):
+    Clock(monkeypatch)
+    made = partial(batch, limit=40)
+    options = BatchRange(smallest=8, largest=8192, steps=1, seconds=130)
+    found = find_batch(make_step(tmp_path), made, WORLD, options)
+    assert (found.full, found.in_time) == (True, False)
+    assert found.largest.batch_size == 40
+
+
 @pytest.mark.parametrize("limit", [8, 37, 64, 100, 1023])
 def test_it_finds_the_largest_that_fits_within_a_sixteenth(tmp_path, limit):
     found = find(tmp_path, limit=limit)
@@ -111,7 +148,7 @@ def test_the_fastest_is_the_smallest_of_those_that_are_nearly_as_fast():
         return BatchTrial(batch_size=size, images_per_second=rate, memory_bytes=1)
 
     trials = (trial(8, 50.0), trial(16, 99.0), trial(32, 100.0), trial(64, None))
-    found = module.BatchSizes(trials=trials, full=True)
+    found = module.BatchSizes(trials=trials, full=True, in_time=True)
     assert found.fastest.batch_size == 16
     assert found.largest.batch_size == 32
 
@@ -122,6 +159,7 @@ def test_the_fastest_is_the_smallest_of_those_that_are_nearly_as_fast():
         ({"smallest": 0}, "--smallest 0"),
         ({"smallest": 16, "largest": 8}, "--largest 8"),
         ({"steps": 0}, "--steps 0 is too small"),
+        ({"seconds": 0.0}, "--seconds 0.0 is too small"),
     ],
 )
 def test_wrong_ranges_are_refused(options, text):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train.curves import draw_curves
+from h5feed.train.curves import _windows, draw_curves
 from h5feed.train.distributed import World
 from h5feed.train.log import MetricsLog, read_metrics
 from h5feed.train.loop import train
@@ -98,7 +98,7 @@ def test_curves_are_drawn_after_the_run(tmp_path, val):
     train(config, data)
     head = (tmp_path / "curves.png").read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(head[16:20], "big") == 1210
+    assert int.from_bytes(head[16:20], "big") == 2200
 
 
 def test_the_curves_show_what_was_logged(tmp_path, monkeypatch):
@@ -121,6 +121,29 @@ def test_the_curves_show_what_was_logged(tmp_path, monkeypatch):
         tuple(line["loss"] for line in train_lines),
     )
     assert len(drawn) == 6
+
+
+def test_the_few_steps_left_over_at_an_epochs_end_are_no_point_of_their_own():
+    """20 + 20 + 6 steps, then 14 more until the next reading: they would jump about."""
+    read = [
+        {"kind": "train", "step": step, "loss": loss, "images_per_s": rate}
+        for step, loss, rate in [
+            (20, 2.0, 100.0), (40, 2.0, 100.0), (46, 5.0, 10.0), (60, 2.0, 100.0), (63, 9.0, 100.0)
+        ]
+    ]  # fmt: skip
+    windows, steps = _windows(read)
+    assert steps == 20
+    assert [line["step"] for line in windows] == [20, 40, 63]
+    assert [line["loss"] for line in windows[:2]] == [2.0, 2.0]
+    assert windows[2]["loss"] == pytest.approx((6 * 5 + 14 * 2 + 3 * 9) / 23)
+    assert windows[2]["images_per_s"] == pytest.approx(23 / (6 / 10 + 17 / 100))
+    assert _windows([]) == ([], 0)
+
+
+def test_a_long_run_is_drawn_with_some_hundred_points():
+    read = [{"kind": "train", "step": k, "loss": 1.0} for k in range(1, 5001)]
+    windows, steps = _windows(read)
+    assert (len(windows), steps) == (200, 25)
 
 
 def test_without_matplotlib_the_finished_run_says_one_sentence(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train import LossError, read_config, train
+from h5feed.train import LossError, load_trained, read_config, train
 from h5feed.train.checkpoint import load_checkpoint
 from h5feed.train.log import read_metrics
 from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
@@ -413,6 +413,17 @@ def pair(num_outputs):
 
 def pixels(num_outputs):
     return torch.nn.Conv2d(3, num_outputs, 1)
+
+
+def test_the_loss_of_scoring_is_without_label_smoothing(tmp_path):
+    config = make_config(tmp_path, label_smoothing=0.5, epochs=1)
+    data = make_data(config)
+    summary = train(config, data)
+    net = load_trained(tmp_path / "last.pt")
+    images, labels = (torch.cat(parts) for parts in zip(*data.val_loader, strict=True))
+    with torch.no_grad():
+        plain = torch.nn.functional.cross_entropy(net(images), labels)
+    assert summary.val["loss"] == pytest.approx(plain.item(), rel=1e-4)
 
 
 def test_metrics_lines_are_json_with_what_the_readme_names(tmp_path):

@@ -22,6 +22,11 @@ class Teller:
             self._last = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
+    def say(self, text: str) -> None:
+        """Write a line that stays."""
+        clear = "\r\x1b[K" if self._on_terminal else ""
+        print(f"{clear}{text}", file=sys.stderr, flush=True)
+
     def __enter__(self) -> "Teller":
         return self
 

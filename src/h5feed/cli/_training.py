@@ -11,7 +11,7 @@ import tyro
 from h5feed.cli._common import run_command
 from h5feed.train import TrainConfig, read_config
 
-__all__ = ["RunOptions", "run_training_command"]
+__all__ = ["RunOptions", "run_training_command", "trained_in_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +55,11 @@ def _config_path(args: Sequence[str]) -> Path | None:
             rest = [value] if equals else list(args[number + 1 : number + 2])
             found = Path(rest[0]) if rest else None
     return found
+
+
+def trained_in_words(config: TrainConfig) -> str:
+    """Say what a picture of a finder is about."""
+    return (
+        f"{config.model.model} on {config.train.name}, {config.optim.optimizer}, batches of "
+        f"{config.batch_size}, seed {config.seed}."
+    )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from h5feed._optional import require
 from h5feed.cli._target import check_plot
-from h5feed.cli._training import RunOptions, run_training_command
+from h5feed.cli._teller import Teller
+from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
 from h5feed.train import TrainConfig
 from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, find_batch
 from h5feed.train.finder_plots import draw_batch_sizes
@@ -41,11 +42,26 @@ def _find(command: _Command) -> None:
         check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
         require("matplotlib", "train")
     whole = replace(command.run, speed=replace(command.run.speed, accumulate=1))
-    with open_trial(whole) as trial:
-        sizes = find_batch(trial.step, partial(_batch, trial), trial.world, command.test, _tell)
+    with open_trial(whole) as trial, Teller() as show:
+
+        def trying(size: int, seconds: float) -> None:
+            show(f"batch of {size}: about {seconds:.0f} s" if seconds else f"batch of {size}")
+
+        def tell(tried: BatchTrial) -> None:
+            show.say(_trial_in_words(tried))
+
+        test = _bounded(command.test, trial.data.count)
+        sizes = find_batch(trial.step, partial(_batch, trial), trial.world, test, tell, trying)
     if command.draw is not None:
-        draw_batch_sizes(sizes, command.draw)
-    print(json.dumps(_as_dict(sizes)) if command.json else _in_words(sizes, command.run))
+        draw_batch_sizes(sizes, command.draw, trained_in_words(command.run))
+    print(json.dumps(_as_dict(sizes)) if command.json else _in_words(sizes, test, command.run))
+
+
+def _bounded(test: BatchRange, images: int) -> BatchRange:
+    """Return `test` without batches that are larger than the set."""
+    if not images:
+        return test
+    return replace(test, smallest=min(test.smallest, images), largest=min(test.largest, images))
 
 
 def _batch(trial: Trial, count: int) -> Batch:
@@ -53,12 +69,12 @@ def _batch(trial: Trial, count: int) -> Batch:
     return random_batch(data.task, data.num_outputs, count, data.size, seed, trial.world.device)
 
 
-def _tell(trial: BatchTrial) -> None:
+def _trial_in_words(trial: BatchTrial) -> str:
     said = "does not fit"
     if trial.fits:
         memory = f", {trial.memory_bytes / 1e9:.2f} GB" if trial.memory_bytes else ""
         said = f"{trial.images_per_second:,.0f} images/s{memory}"
-    print(f"batch of {trial.batch_size}: {said}", file=sys.stderr, flush=True)
+    return f"batch of {trial.batch_size}: {said}"
 
 
 def _as_dict(sizes: BatchSizes) -> dict[str, object]:
@@ -66,13 +82,16 @@ def _as_dict(sizes: BatchSizes) -> dict[str, object]:
         "largest": sizes.largest.batch_size,
         "fastest": sizes.fastest.batch_size,
         "full": sizes.full,
+        "in_time": sizes.in_time,
         "trials": [asdict(trial) for trial in sizes.trials],
     }
 
 
-def _in_words(sizes: BatchSizes, config: TrainConfig) -> str:
+def _in_words(sizes: BatchSizes, test: BatchRange, config: TrainConfig) -> str:
     largest, best = sizes.largest, sizes.fastest
     limit = "the largest that fits" if sizes.full else "the largest tried, and it fits"
+    if not sizes.in_time:
+        limit += f" (--seconds {test.seconds:g} are over)"
     rule = "linear" if config.optim.optimizer == "sgd" else "sqrt"
     return (
         f"--batch-size {best.batch_size} is fastest ({best.images_per_second:,.0f} images/s); "

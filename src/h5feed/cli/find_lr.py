@@ -8,7 +8,7 @@ from pathlib import Path
 
 from h5feed._optional import require
 from h5feed.cli._target import check_plot
-from h5feed.cli._training import RunOptions, run_training_command
+from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
 from h5feed.progress import Progress
 from h5feed.train.find_lr import LrCurve, LrRange, find_lr
 from h5feed.train.finder_plots import draw_lr_curve
@@ -47,7 +47,7 @@ def _find(command: _Command) -> None:
         loader = trial.data.train_loader(trial.data.size)
         curve = find_lr(trial.step, loader, trial.world, command.test, tell)
     if command.draw is not None:
-        draw_lr_curve(curve, command.draw)
+        draw_lr_curve(curve, command.draw, trained_in_words(command.run))
     print(json.dumps(asdict(curve)) if command.json else _in_words(curve))
 
 
@@ -55,13 +55,15 @@ def _in_words(curve: LrCurve) -> str:
     tried = f"{len(curve.rates)} rates from {curve.rates[0]:.1e} to {curve.rates[-1]:.1e}"
     if curve.suggestion is None:
         return (
-            f"no suggestion: the loss, smoothed, never fell over {tried}; try more --steps, or "
+            f"no suggestion: the loss never clearly fell over {tried}; try more --steps, or "
             "another --lowest and --highest"
         )
+    half = "half of where" if curve.exploded else "where"
+    rise = "" if curve.rise is None else f" before it first rose, at {curve.rise:.1e}"
     ended = ", where the loss exploded" if curve.exploded else ""
     return (
-        f"try --lr {curve.suggestion:.1e}: there the loss falls fastest; it is lowest at "
-        f"{curve.lowest:.1e}, which is too high ({tried}{ended})"
+        f"try --lr {curve.suggestion:.1e}, as the schedule's highest: {half} the loss was lowest"
+        f"{rise} ({tried}{ended})"
     )
 
 

@@ -59,6 +59,8 @@ class Data:
 
     Raises UsageError where the pictures are too few for a batch.
     """
+    count: int = 0
+    """Images to train on; 0 where nobody knows."""
     val_loader: Iterable[Batch] | None = None
     """This process's share of the pictures to score on; the last batch may be short."""
 

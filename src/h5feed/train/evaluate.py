@@ -26,7 +26,7 @@ def evaluate(
     *,
     flip: bool = False,
 ) -> tuple[float, float]:
-    """Return mean loss and the task's metric over `batches`, of all processes together.
+    """Return mean loss (without label smoothing) and metric over `batches`, of all processes.
 
     `net` is the bare module: in DDP, processes with unlike numbers of batches would wait for
     each other. It runs in eval mode under inference_mode, and each of its modules is back in its
@@ -42,7 +42,7 @@ def evaluate(
                 if flip:
                     # A copy: CUDA graphs write the second pass over the first.
                     outputs = (outputs.clone() + _mirrored(net(images.flip(3)), task)) / 2
-                loss = task.loss(outputs, targets)
+                loss = (task.val_loss or task.loss)(outputs, targets)
             losses += loss * len(images)
             scores = scores + task.score(outputs, targets)
             count += len(images)

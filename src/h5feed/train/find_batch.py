@@ -3,7 +3,8 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -30,14 +31,16 @@ class BatchRange:
     """Which sizes are tried."""
 
     smallest: int = 8
-    """First size; it is doubled until memory is full."""
+    """First size; it is doubled until memory is full or the time is over."""
     largest: int = 8192
-    """Size above which none is tried."""
+    """Size above which none is tried; no batch is larger than the set either."""
+    seconds: float = 60.0
+    """Time for all sizes together; a size that would take longer than what is left is not tried."""
     steps: int = 5
     """Timed steps of each size."""
-    memory: float = 0.8
+    memory: float = 0.5
     """On the CPU: share of the available memory that a size may be expected to need (asking for
-    more would end the process, not raise an error)."""
+    more than there is would end the process, not raise an error)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest:
@@ -46,7 +49,7 @@ class BatchRange:
                 "and climb from the smallest to the largest"
             )
         at_least(self, 1, "steps")
-        above_zero(self, "memory")
+        above_zero(self, "memory", "seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class BatchSizes:
     """By size."""
     full: bool
     """Whether a size was met that does not fit; otherwise larger ones than tried may fit."""
+    in_time: bool
+    """Whether all sizes could be tried; otherwise the next one would have taken too long."""
 
     @property
     def largest(self) -> BatchTrial:
@@ -92,19 +97,27 @@ def find_batch(
     world: World,
     options: BatchRange,
     tell: Callable[[BatchTrial], None] = lambda _trial: None,
+    trying: Callable[[int, float], None] = lambda _size, _seconds: None,
 ) -> BatchSizes:
     """Try sizes, doubling until one does not fit, then halving the gap to a sixteenth.
 
+    `trying` is called with a size and the seconds that it may take, `tell` with what came of it.
     `make_batch` returns a batch of a given size, on the device. After each trial the step and
     the generators are exactly as they were. Raises H5FeedError when not even the smallest fits.
     """
     trials: dict[int, BatchTrial] = {}
+    clock = _Clock(options.seconds)
 
-    def fits(size: int) -> bool:
+    def fits(size: int) -> bool | None:
+        """Whether a size fits; None where there is no time to find out."""
+        if not clock.allows(size):
+            return None
+        trying(size, clock.expected(size))
         if _too_much(size, trials, world.device, options.memory):
             trial = BatchTrial(batch_size=size, images_per_second=None, memory_bytes=None)
         else:
-            trial = _try(step, make_batch, world, size, options.steps)
+            with clock.running(size):
+                trial = _try(step, make_batch, world, size, options.steps)
         trials[size] = trial
         tell(trial)
         return trial.fits
@@ -112,24 +125,48 @@ def find_batch(
     size = options.smallest
     while (good := fits(size)) and size < options.largest:
         size = min(2 * size, options.largest)
-    if not good and size == options.smallest:
+    full, in_time = good is False, good is not None
+    if full and size == options.smallest:
         raise H5FeedError(
             f"not even a batch of {size} fits into memory: try --smallest 1, --checkpoint, "
             "smaller pictures (--size) or --precision bf16"
         )
-    if not good:
-        _close_in(fits, low=max(s for s, trial in trials.items() if trial.fits), high=size)
-    return BatchSizes(trials=tuple(trials[size] for size in sorted(trials)), full=not good)
+    if full:
+        low = max(s for s, trial in trials.items() if trial.fits)
+        in_time = _close_in(fits, low=low, high=size)
+    found = tuple(trials[size] for size in sorted(trials))
+    return BatchSizes(trials=found, full=full, in_time=in_time)
 
 
-def _close_in(fits: Callable[[int], bool], *, low: int, high: int) -> None:
-    """Halve the gap between a size that fits and one that does not."""
+class _Clock:
+    """The time that is left, and what a size will take of it: as much an image as the last one."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+        self._seconds_per_image = 0.0
+
+    def expected(self, size: int) -> float:
+        return self._seconds_per_image * size
+
+    def allows(self, size: int) -> bool:
+        return time.perf_counter() + self.expected(size) <= self._end
+
+    @contextmanager
+    def running(self, size: int) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds_per_image = (time.perf_counter() - began) / size
+
+
+def _close_in(fits: Callable[[int], bool | None], *, low: int, high: int) -> bool:
+    """Halve the gap between a size that fits and one that does not; False where time ran out."""
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+        good = fits(middle)
+        if good is None:
+            return False
+        low, high = (middle, high) if good else (low, middle)
+    return True
 
 
 def _try(

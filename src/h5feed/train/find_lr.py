@@ -1,11 +1,11 @@
 """The learning-rate range test: rates from tiny to huge, and what the loss says to each."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,12 +16,15 @@ from h5feed.train.limits import at_least, below_one
 from h5feed.train.step import TrainStep
 from h5feed.train.trial import endless, kept
 
-__all__ = ["LrCurve", "LrRange", "find_lr", "smooth", "suggest"]
+__all__ = ["LrCurve", "LrRange", "find_lr", "first_valley", "smooth"]
 
-_SKIPPED = 5
-"""First steps that suggest nothing: a network's very first losses fall at any rate."""
+_FIRST = 5
 _CEILING = 1.25
 """Times the highest of the first losses: what a loss counts for at most."""
+_CLEAR = 4.0
+"""Standard errors of a smoothed loss by which a fall or a rise has to stand out of the noise."""
+_RISE = 0.1
+"""Share of the fall so far that a clear rise takes back at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,8 @@ class LrRange:
     """Last rate, unless the loss explodes before."""
     steps: int = 100
     """Optimizer steps, one for each rate, evenly spaced on a logarithmic scale."""
-    smoothing: float = 0.9
-    """Share of the smoothed loss that is carried from one step to the next."""
+    smoothing: float = 0.09
+    """Share of all steps over which each loss is averaged with its neighbours."""
     explosion: float = 4.0
     """Stop where the smoothed loss is this many times its lowest (as fast.ai does)."""
 
@@ -48,6 +51,11 @@ class LrRange:
         at_least(self, 10, "steps")
         at_least(self, 1, "explosion")
         below_one(self, "smoothing")
+
+    @property
+    def window(self) -> int:
+        """Losses in each mean, an odd number."""
+        return 2 * round(self.smoothing * self.steps / 2) + 1
 
     @property
     def rates(self) -> list[float]:
@@ -64,10 +72,14 @@ class LrCurve:
     losses: tuple[float, ...]
     """Training loss of the step made at each rate."""
     smoothed: tuple[float, ...]
+    """Means of neighbouring losses, none counted above 1.25 times the first ones."""
     suggestion: float | None
-    """Rate at which the smoothed loss falls fastest; None when it never falls."""
+    """Highest rate to train with: `lowest`, or half of it where the loss exploded later; None
+    where the loss never clearly fell."""
     lowest: float
-    """Rate with the lowest smoothed loss: too high to train with."""
+    """Rate of the lowest smoothed loss before the first clear rise."""
+    rise: float | None
+    """Rate at which the loss first clearly rose; None where it never did."""
     exploded: bool
     """Whether the test ended because the loss did."""
 
@@ -113,7 +125,7 @@ def find_lr(
                     break
                 losses.append(loss)
                 tell(rate, loss)
-                smoothed = _exponential(losses, options.smoothing)[-1]
+                smoothed = statistics.fmean(losses[-options.window :])
                 lowest = min(lowest, smoothed)
                 if smoothed > options.explosion * lowest:
                     break
@@ -131,42 +143,49 @@ def _curve(losses: list[float], options: LrRange) -> LrCurve:
             "and the model first (--debug anomaly)"
         )
     # How high an exploding loss gets means nothing, and would drown what came before it.
-    ceiling = _CEILING * max(losses[:_SKIPPED])
-    smoothed = smooth([min(loss, ceiling) for loss in losses], options.smoothing)
+    ceiling = _CEILING * max(losses[:_FIRST])
+    counted = [min(loss, ceiling) for loss in losses]
+    smoothed = smooth(counted, options.window)
+    lowest, rise = first_valley(counted, smoothed, options.window)
+    exploded = len(losses) < options.steps
+    suggestion = None if lowest is None else rates[lowest] / (2 if exploded else 1)
     return LrCurve(
         rates=tuple(rates),
         losses=tuple(losses),
         smoothed=tuple(smoothed),
-        suggestion=suggest(rates, smoothed),
-        lowest=rates[smoothed.index(min(smoothed))],
-        exploded=len(losses) < options.steps,
+        suggestion=suggestion,
+        lowest=rates[smoothed.index(min(smoothed)) if lowest is None else lowest],
+        rise=None if rise is None else rates[rise],
+        exploded=exploded,
     )
 
 
-def suggest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
-    """Return the rate where `smoothed` falls fastest over log rate, before its lowest point."""
-    end = smoothed.index(min(smoothed))
-    if end <= _SKIPPED + 1:
-        return None
-    slopes = torch.gradient(
-        torch.tensor(smoothed, dtype=torch.float64), spacing=(torch.tensor(rates).double().log(),)
-    )[0]
-    steepest = _SKIPPED + int(slopes[_SKIPPED:end].argmin())
-    return rates[steepest] if slopes[steepest] < 0 else None
+def first_valley(
+    losses: Sequence[float], smoothed: Sequence[float], window: int
+) -> tuple[int | None, int | None]:
+    """Return the steps of the lowest smoothed loss before the first clear rise, and of that rise.
+
+    A rise is clear when it stands out of the noise, by how far `losses` scatter around the mean of
+    `window` of them, and takes back a tenth of the fall before it. Behind it, networks with batch
+    norm wander at a high loss whatever the rate, and may look as if they learned again. None for
+    the lowest where no fall stands out of the noise, None for the rise where there is none.
+    """
+    lowest, squares, start = 0, 0.0, smoothed[0]
+    fell = False
+    for step, (loss, mean) in enumerate(zip(losses, smoothed, strict=True)):
+        squares += (loss - mean) ** 2
+        # Of a mean of `window` losses; one of them is used up by the mean itself.
+        error = math.sqrt(squares / (step + 1) / max(1, window - 1))
+        if mean < smoothed[lowest]:
+            lowest = step
+        fall = start - smoothed[lowest]
+        fell = fell or fall > max(_CLEAR * error, 0.0)
+        if fell and mean - smoothed[lowest] > max(_CLEAR * error, _RISE * fall):
+            return lowest, step
+    return (lowest if fell else None), None
 
 
-def smooth(losses: Sequence[float], share: float) -> list[float]:
-    """Return `losses` smoothed exponentially from both ends, so that the curve does not lag."""
-    forward = _exponential(losses, share)
-    backward = _exponential(losses[::-1], share)[::-1]
-    return [(left + right) / 2 for left, right in zip(forward, backward, strict=True)]
-
-
-def _exponential(losses: Sequence[float], share: float) -> list[float]:
-    """Exponentially weighted means of all losses so far, without a pull towards 0 at the start."""
-    sums = weight = 0.0
-    means: list[Any] = []
-    for loss in losses:
-        sums, weight = share * sums + (1 - share) * loss, share * weight + (1 - share)
-        means.append(sums / weight)
-    return means
+def smooth(losses: Sequence[float], window: int) -> list[float]:
+    """Return the mean of each loss and its neighbours, `window` in all, fewer at the ends."""
+    half = window // 2
+    return [statistics.fmean(losses[max(0, k - half) : k + half + 1]) for k in range(len(losses))]

@@ -45,6 +45,7 @@ def open_folders(config: TrainConfig, world: World, batch_size: int) -> Data:
         std=std,
         size=size,
         train_loader=partial(_training, config, world, train, batch_size),
+        count=len(train),
         val_loader=val_loader,
     )
 

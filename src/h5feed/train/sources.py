@@ -44,6 +44,7 @@ def open_data(config: TrainConfig, world: World) -> Data:
         std=tuple(max(1.0, 255 * value) for value in stats.std),
         size=size,
         train_loader=partial(_training, config, world, train, kind, batch_size),
+        count=len(train),
         val_loader=_scoring(config, world, kind, batch_size, size),
     )
 

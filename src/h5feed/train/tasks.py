@@ -35,6 +35,8 @@ class Task:
     """Of targets that are class numbers, which mixup needs; 0 for others."""
     dense: bool = False
     """Whether outputs and targets are pictures, which a mirrored picture mirrors."""
+    val_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The loss that scoring states, without what only helps to learn; None for `loss`."""
     num_outputs: int = 0
     """Outputs that `loss` needs of each image (of each pixel, where dense); 0 for any."""
 
@@ -71,6 +73,7 @@ def _classification(config: LossConfig, num_outputs: int) -> Task:
     return Task(
         name="classification",
         loss=partial(functional.cross_entropy, label_smoothing=config.label_smoothing),
+        val_loss=functional.cross_entropy,
         score=_hits,
         value=_ratio,
         metric="accuracy",
@@ -111,7 +114,8 @@ def _deviations(outputs: Tensor, targets: Tensor) -> Tensor:
 def _segmentation(config: LossConfig, num_outputs: int) -> Task:
     return Task(
         name="segmentation",
-        loss=partial(_pixel_loss, config),
+        loss=partial(_pixel_loss, config.ignore_index, config.label_smoothing),
+        val_loss=partial(_pixel_loss, config.ignore_index, 0.0),
         score=partial(_confusion, config.ignore_index, num_outputs),
         value=_mean_iou,
         metric="mean IoU",
@@ -120,12 +124,14 @@ def _segmentation(config: LossConfig, num_outputs: int) -> Task:
     )
 
 
-def _pixel_loss(config: LossConfig, outputs: Tensor, targets: Tensor) -> Tensor:
+def _pixel_loss(
+    ignore_index: int, label_smoothing: float, outputs: Tensor, targets: Tensor
+) -> Tensor:
     return functional.cross_entropy(
         outputs,
         targets.long(),  # masks come as uint8: an eighth of the bytes
-        label_smoothing=config.label_smoothing,
-        ignore_index=config.ignore_index,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
     )
 
 
