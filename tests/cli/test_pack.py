@@ -1,8 +1,11 @@
 import json
+import signal
+import time
 
 import pytest
 
 from cli.terminal import AtTerminal
+from h5feed.cli import pack as pack_command
 from h5feed.cli.pack import main
 from h5feed.packing import pack, run
 from packing.folders import make_folder, names, sha256
@@ -18,6 +21,28 @@ def test_packs_as_the_function_does(folder, out, capsys):
     packed = sha256(out)
     pack(folder, out, size=32, store="yuv420", overwrite=True, workers=0)
     assert sha256(out) == packed
+
+
+def test_ctrl_c_in_a_finalizer_is_not_lost(folder, out, monkeypatch, capsys):
+    """Python cannot raise there: it would print and go on."""
+
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def pack_and_wait(*_, **__):
+        Finalized()
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(pack_command, "pack_with", pack_and_wait)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert pack_h5(folder, out) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "pack-h5: interrupted\n"
 
 
 def test_json_is_all_there_is_on_stdout(folder, out, capsys):

@@ -2,8 +2,13 @@
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from io import TextIOWrapper
 from typing import Any, TypeVar
@@ -61,7 +66,8 @@ def run_command(
     try:
         read = partial(tyro.cli, options, prog=prog, args=args, config=config)
         chosen = read() if default is None else read(default=default())
-        status = work(chosen) or DONE
+        with _interrupts_kept():
+            status = work(chosen) or DONE
         sys.stdout.flush()
         return status
     except UsageError as ex:
@@ -81,6 +87,28 @@ def refuse_two_forms(*, json: bool, markdown: bool) -> None:
     """Raise UsageError where both are asked for: one would be ignored."""
     if json and markdown:
         raise UsageError("json and markdown are two forms of one output: give one of them")
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Raise Ctrl-C again where Python can only drop it: in finalizers, weakref callbacks, forks."""
+    usual = sys.unraisablehook
+
+    def again() -> None:
+        time.sleep(0.01)  # not while the same callback still runs
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def hook(dropped: Any) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            start_new_thread(again, ())  # threading's locks may be held by what was interrupted
+        else:
+            usual(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
 
 
 def _open_closed_streams() -> None:
