@@ -23,8 +23,8 @@ def written(root, name, text):
     return path
 
 
-def opened(root, text, name="list.csv"):
-    return open_source(root, manifest=written(root, name, text))
+def opened(root, text, name="list.csv", **options):
+    return open_source(root, manifest=written(root, name, text), **options)
 
 
 def refusal(root, text, name="list.csv", kind=UsageError):
@@ -60,12 +60,52 @@ def test_labels_and_class_names_go_together(root):
     assert text == "…/list.csv, line 3, column 'class': class 1 is 'dog' above and 'cat' here"
 
 
-def test_other_columns_are_targets(root):
-    source = opened(root, "x,path,y\n0.5,a/1.jpg,-2\n1e3,a/2.jpg,-0\n")
+def test_targets_are_columns_called_so(root):
+    source = opened(root, "target_x,path,Target\n0.5,a/1.jpg,-2\n1e3,a/2.jpg,-0\n")
     np.testing.assert_array_equal(source.labels, np.float32([[0.5, -2], [1000, 0]]))
     assert source.labels.dtype == np.float32
     assert source.classes == ()
-    assert opened(root, "path,age\na/1.jpg,3\n").labels.shape == (1, 1)
+    assert source.targets == ("target_x", "Target")
+    assert source.notes == ()
+
+
+def test_targets_are_the_columns_that_are_named_in_their_order(root):
+    text = "id,path,y,age,label\n1,a/1.jpg,0.5,7,0\n2,a/2.jpg,1,8,1\n"
+    source = opened(root, text, targets=["age", "y"])
+    np.testing.assert_array_equal(source.labels, np.float32([[7, 0.5], [8, 1]]))
+    assert source.targets == ("age", "y")
+    assert source.notes == ("left out of the manifest: 2 columns ('id', 'label')",)
+    with pytest.raises(UsageError) as caught:
+        opened(root, text, targets=["y", "size", "path"])
+    assert str(caught.value).replace(str(root.parent), "…") == (
+        "targets=size path: …/list.csv has no such column of numbers; its columns are 'id', "
+        "'path', 'y', 'age', 'label'"
+    )
+
+
+@pytest.mark.parametrize("column", ["", "Unnamed: 0", "id", "ID", "image_id", "index", "idx"])
+def test_a_column_that_counts_rows_is_never_a_target(root, column):
+    source = opened(root, f"{column},path\n0,a/1.jpg\n1,a/2.jpg\n")
+    assert source.labels.tolist() == [-1, -1]
+    assert source.targets == ()
+    assert source.notes == (f"left out of the manifest: 1 column ({column!r})",)
+    assert opened(root, f"{column},path,target\n0,a/1.jpg,5\n").labels.tolist() == [[5]]
+    assert opened(root, f"{column},path\n9,a/1.jpg\n", targets=[column]).labels.tolist() == [[9]]
+
+
+def test_what_stands_beside_labels_is_left_out_and_said(root):
+    source = opened(root, "path,age,class\na/1.jpg,3,dog\n")
+    assert (source.classes, source.labels.tolist()) == (("dog",), [0])
+    assert source.notes == ("left out of the manifest: 1 column ('age')",)
+
+
+def test_a_jsonl_line_s_label_is_not_lost_because_the_first_has_none(root):
+    lines = '{"path": "a/1.jpg", "target": 1}\n{"path": "a/2.jpg", "target": 1, "label": 2}\n'
+    assert refusal(root, lines, "l.jsonl") == (
+        "…/l.jsonl, line 2, column 'label': the first line has none: give all lines the same"
+    )
+    lines = '{"path": "a/1.jpg", "target": 1}\n{"path": "a/2.jpg", "target": 1, "note": 2}\n'
+    assert opened(root, lines, "l.jsonl").labels.tolist() == [[1], [1]]
 
 
 def test_paths_alone_have_no_labels(root):
@@ -74,9 +114,9 @@ def test_paths_alone_have_no_labels(root):
 
 def test_tsv_and_jsonl_say_the_same_as_csv(root):
     rows = [("ü ,x.png", 0.25), ("a/1.jpg", 1.0)]
-    csv = opened(root, 'path,y\n"ü ,x.png",0.25\na/1.jpg,1\n')
-    tsv = opened(root, "path\ty\nü ,x.png\t0.25\na/1.jpg\t1\n", "list.TSV")
-    lines = "\n\n".join(json.dumps({"path": path, "y": y}) for path, y in rows)
+    csv = opened(root, 'path,target\n"ü ,x.png",0.25\na/1.jpg,1\n')
+    tsv = opened(root, "path\ttarget\nü ,x.png\t0.25\na/1.jpg\t1\n", "list.TSV")
+    lines = "\n\n".join(json.dumps({"path": path, "target": y}) for path, y in rows)
     jsonl = opened(root, lines, "list.jsonl")
     for source in (csv, tsv, jsonl):
         assert keys(source) == [path for path, _ in rows]
@@ -159,8 +199,8 @@ def test_two_classes_of_one_name_are_refused(root):
         ),
         *(
             (
-                f"path,x,y\na/1.jpg,1,2\na/2.jpg,0,{cell}\n",
-                f"…/list.csv, line 3, column 'y': '{cell}' is no target to learn: "
+                f"path,target,target_y\na/1.jpg,1,2\na/2.jpg,0,{cell}\n",
+                f"…/list.csv, line 3, column 'target_y': '{cell}' is no target to learn: "
                 "give a finite number of 32 bits",
             )
             for cell in ("nan", "inf", "-Infinity", "1e39")
@@ -178,9 +218,13 @@ def test_two_classes_of_one_name_are_refused(root):
         ("path,class\na/1.jpg,\n", "…/list.csv, line 2, column 'class': '' is not a class name"),
         ("path,x,x\na/1.jpg,1,2\n", "…/list.csv: two columns have one name in path, x, x"),
         (
-            "path,y\na/1.jpg,1\na/2.jpg,tall\n",
-            "…/list.csv, line 3, column 'y': 'tall' is not a number; "
-            "without a label or class column all are targets",
+            "path,target\na/1.jpg,1\na/2.jpg,tall\n",
+            "…/list.csv, line 3, column 'target': 'tall' is not a number to predict",
+        ),
+        (
+            "id,path,age,y\n0,a/1.jpg,1,2\n",
+            "…/list.csv: columns 'age', 'y' are neither label, class nor target: say which are "
+            "numbers to predict, as --targets y, or leave them out",
         ),
         (
             "path\na/9.jpg\n",
@@ -212,8 +256,8 @@ def test_a_mistake_is_named_by_line_and_column(root, text, error):
             "…/l.jsonl, line 1, column 'targets': [0.5, 1] is a list: give one column per target",
         ),
         (
-            '{"path": "a/1.jpg", "y": NaN}',
-            "…/l.jsonl, line 1, column 'y': nan is no target to learn: "
+            '{"path": "a/1.jpg", "target_y": NaN}',
+            "…/l.jsonl, line 1, column 'target_y': nan is no target to learn: "
             "give a finite number of 32 bits",
         ),
         (
@@ -222,6 +266,12 @@ def test_a_mistake_is_named_by_line_and_column(root, text, error):
             "give a SRC that holds all pictures",
         ),
         ('{"path": 5}', "…/l.jsonl, line 1, column 'path': 5 is not a path"),
+        ("[" * 1_000_000, "…/l.jsonl, line 1: nested too deep"),
+        (
+            '{"path": "a/1.jpg", "target": ' + "[" * 500 + "]" * 500 + "}",
+            "…/l.jsonl, line 1, column 'target': [[[[[[[...]]]]]]] is a list: "
+            "give one column per target",
+        ),
         (
             '{"path": "a\\u0000"}',
             "…/l.jsonl, line 1, column 'path': there is no file 'a\\x00' in '…/src'",
@@ -259,6 +309,9 @@ def test_what_is_no_manifest_is_one_sentence(root):
     assert text == "manifest '…/list.txt' is not a .csv, .tsv or .jsonl file"
     with pytest.raises(UsageError, match=r"manifest '.*gone.csv' does not exist"):
         open_source(root, manifest=root / "gone.csv")
+    os.mkfifo(root.parent / "pipe.csv")
+    with pytest.raises(UsageError, match=r"'.*pipe.csv' is a pipe or a device: give a file$"):
+        open_source(root, manifest=root.parent / "pipe.csv")
     (root.parent / "folder.csv").mkdir()
     with pytest.raises(PackError, match=r"cannot read the manifest '.*folder.csv': Is a directory"):
         open_source(root, manifest=root.parent / "folder.csv")

@@ -145,7 +145,7 @@ def test_what_is_done_is_not_done_again(folder, out, encoded, monkeypatch):
 
 def test_a_busy_worker_dies_with_the_coordinator(folder, out, monkeypatch):
     """It does not look at its pipe while it decodes; the system has to end it."""
-    monkeypatch.setattr(encode, "_read", lambda path: time.sleep(600))
+    monkeypatch.setattr(encode, "read_file", lambda path, **limits: time.sleep(600))
     child = in_child(lambda: pack(folder, out, size=SIZE, workers=2))
     try:
         wait_until(lambda: len(alive(child)) == 3)
@@ -198,17 +198,17 @@ def test_death_at_the_last_rename(folder, out, encoded, monkeypatch, when):
 @pytest.mark.usefixtures("_small_steps")
 def test_interrupted_by_the_keyboard(folder, out, monkeypatch):
     seen = iter(range(12))
-    read = encode._read
+    read = encode.read_file
 
-    def press(path):
+    def press(path, **limits):
         if next(seen, None) is None:
             raise KeyboardInterrupt
-        return read(path)
+        return read(path, **limits)
 
-    monkeypatch.setattr(encode, "_read", press)
+    monkeypatch.setattr(encode, "read_file", press)
     with pytest.raises(KeyboardInterrupt, match=r"^interrupted; \d+ of 24 pictures are kept in .*"):
         pack(folder, out, size=SIZE, workers=0)
-    monkeypatch.setattr(encode, "_read", read)
+    monkeypatch.setattr(encode, "read_file", read)
     assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed >= 8
 
 

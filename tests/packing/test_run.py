@@ -20,6 +20,7 @@ import torch
 from PIL import Image, ImageFile
 
 from h5feed.errors import PackError, UsageError
+from h5feed.feed.facts import file_facts
 from h5feed.packing import PackOptions, blocks, encode, journal, output, pack, run, workers
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
@@ -196,6 +197,22 @@ def test_summary_in_words_and_as_json(folder, out):
     assert sum(fields_["skipped_by_reason"].values()) == 2
 
 
+def test_the_names_of_targets_are_kept_and_told(folder, out, tmp_path):
+    manifest = tmp_path / "list.csv"
+    manifest.write_text("id,path,y,age\n7,cats/000.jpg,0.5,3\n8,dogs/001.jpg,1,4\n")
+    summary = pack(folder, out, size=SIZE, manifest=manifest, targets=["age", "y"], workers=0)
+    assert summary.targets == ("age", "y")
+    assert "x.h5: 2 pictures, 2 targets (age, y), " in str(summary)
+    assert provenance(out)["targets"] == provenance(out)["options"]["targets"] == ["age", "y"]
+    assert file_facts(out)["targets"] == ["age", "y"]
+    with h5py.File(out) as file:
+        assert file["labels"][:].tolist() == [[3, 0.5], [4, 1]]
+    unnamed = pack(Pairs([(a, [1.0, 2]) for a in arrays()]), out, size=16, overwrite=True)
+    assert unnamed.targets == ("0", "1")
+    assert "targets" not in provenance(out)
+    assert file_facts(out)["targets"] == ["0", "1"]
+
+
 def test_progress_lists_what_is_skipped(folder, out, capsys):
     make_folder(folder, broken=(5,))
     pack(folder, out, size=SIZE, workers=1, progress=True)
@@ -264,6 +281,7 @@ def test_a_leftover_partial_needs_a_word(folder, out):
         ({"workers": 1.5}, r"workers=1\.5 is not a whole number"),
         ({"max_skipped": "3"}, "max_skipped='3' is not a whole number"),
         ({"quality": 90.0}, r"quality=90\.0 is not a whole number"),
+        ({"targets": ["a", "b"]}, "targets=a b are columns of a manifest: give one as well"),
         ({"background": 255}, "background=255 is no color: give red, green, blue"),
         ({"background": (0, 0, 256)}, "background=256 is out of range"),
         ({"mask_fill": 256}, "mask_fill=256 is out of range: give 0 to 255"),

@@ -12,7 +12,7 @@ import tyro
 
 from h5feed.cli._common import run_command
 from h5feed.cli._target import check_target, write_whole
-from h5feed.counted import counted
+from h5feed.counted import counted, counted_labels
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
@@ -83,7 +83,8 @@ def _stats(path: Path) -> ChannelStats:
 def _as_text(facts: dict[str, Any], command: _Command) -> str:
     lines = [
         facts["path"],
-        f"  {counted(facts['items'], 'item')}, {counted(facts['classes'], 'class', 'classes')}, "
+        f"  {counted(facts['items'], 'item')}, "
+        f"{counted_labels(facts['classes'], facts['targets'])}, "
         f"{facts['file_bytes'] / 1e6:,.1f} MB on disk",
     ]
     for name, field in facts["fields"].items():

@@ -64,6 +64,17 @@ def class_counts(index: FileIndex) -> dict[str, int]:
     return found | ({"(none)": counts[0]} if counts[0] else {})
 
 
+def target_names(index: FileIndex) -> list[str]:
+    """Return the names of float targets, as packing noted them; their numbers where it did not."""
+    if index.labels.ndim == 1:
+        return []
+    count = index.labels.shape[1]
+    noted = index.provenance.get("targets")
+    if isinstance(noted, list) and len(noted) == count:
+        return [str(name) for name in noted]
+    return [str(number) for number in range(count)]
+
+
 def file_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what `show-h5` tells of a file, as JSON values.
 
@@ -78,6 +89,7 @@ def file_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
         "classes": len(index.classes),
         "class_counts": class_counts(index),
         "targets_per_item": int(index.labels.shape[1]) if index.labels.ndim == 2 else None,
+        "targets": target_names(index),
         "fields": {
             name: extent.spec.attributes() | {"bytes": extent.nbytes}
             for name, extent in index.extents.items()

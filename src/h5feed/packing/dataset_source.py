@@ -35,6 +35,8 @@ class DatasetSource:
         if not self._count:
             raise UsageError(f"source={type(dataset).__name__} holds no pictures")
         self.classes = tuple(str(name) for name in getattr(dataset, "classes", ()))
+        self.targets: tuple[str, ...] = ()
+        """A dataset's targets have no names."""
         self.labels: npt.NDArray[np.int64] | npt.NDArray[np.float32] | None = None
 
     def __len__(self) -> int:

@@ -154,6 +154,7 @@ def summarize(paths: OutputPaths, ledger: Ledger, *, resumed: int, began: float)
         out=str(paths.given),
         items=ledger.count,
         classes=len(job.source.classes),
+        targets=job.source.targets or _numbered(job.source.labels),
         resumed=resumed,
         bytes_in=ledger.source_bytes,
         bytes_out=paths.out.stat().st_size,
@@ -163,6 +164,11 @@ def summarize(paths: OutputPaths, ledger: Ledger, *, resumed: int, began: float)
         skipped_by_reason=ledger.skipped_by_reason(),
         fit=describe_fit(job.specs, ledger.rows["source_shape"]),
     )
+
+
+def _numbered(labels: Array | None) -> tuple[str, ...]:
+    """Return the numbers of targets that have no names."""
+    return () if labels is None or labels.ndim == 1 else tuple(map(str, range(labels.shape[1])))
 
 
 def _columns(ledger: Ledger) -> Columns:
@@ -214,7 +220,8 @@ def _shapes(ledger: Ledger) -> dict[str, Array | None]:
 def _provenance(ledger: Ledger) -> dict[str, Any]:
     """Return what made the file, without what differs from run to run of the same input."""
     job = ledger.job
-    return {
+    targets = {"targets": list(job.source.targets)} if job.source.targets else {}
+    return targets | {
         "options": job.options.content(),
         "versions": versions(),
         "counts": {

@@ -1,37 +1,53 @@
 """Manifests: a table that says which pictures, in which order, with which labels.
 
 csv, tsv (with a header line) or jsonl (one object a line). One column holds the path, which leads
-below the root; a `label` column holds class numbers, a `class` column class names; where there is
-neither, every other column is a target: a finite number.
+below the root; a `label` column holds class numbers, a `class` column class names. Numbers to
+predict are the columns that `targets` names, or those called `target` or `target_…`. No other
+column is ever a target: an index that pandas wrote is a number too. Beside these it is left out,
+and said; where there is nothing else, it is asked for.
 """
 
 import os
 import re
+import reprlib
+import stat
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from h5feed.counted import counted
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.rows import Row, csv_rows, json_rows
 from h5feed.packing.table import Table
 
 __all__ = ["read_manifest"]
 
+_SHORT = reprlib.Repr()  # a cell may hold megabytes, or lists in lists that repr gives up on
+_SHORT.maxstring = _SHORT.maxother = 200
+
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image")
 _LABELS = ("label",)
 _CLASSES = ("class", "class_name")
+_TARGET = re.compile(r"targets?(?:[_ .-]?\w+)?", re.IGNORECASE)
+_NUMBERING = re.compile(r"|unnamed: \d+|id|image_?id|index|idx", re.IGNORECASE)
+"""What counts rows, and says nothing of an image."""
 _MOST_CLASSES = 1_000_000
 _LARGEST = float(np.finfo(np.float32).max)
 _NEEDS_NORMALIZING = re.compile(r"^/|//|(?:^|/)\.{1,2}(?:/|$)|\\|^[A-Za-z]:")
 
 
-def read_manifest(manifest: Path, root: Path, *, seen: Callable[[], None]) -> Table:
+def read_manifest(
+    manifest: Path, root: Path, *, targets: Sequence[str] = (), seen: Callable[[], None]
+) -> Table:
     """Read a manifest whose relative paths start at the folder `root`; `seen` is called per row.
+
+    `targets` are the columns of numbers to predict, in the order they are packed in.
 
     Raises UsageError naming file, line and column; PackError where it cannot be read.
     """
@@ -40,7 +56,10 @@ def read_manifest(manifest: Path, root: Path, *, seen: Callable[[], None]) -> Ta
     if reader is None:
         raise UsageError(f"manifest {str(manifest)!r} is not a .csv, .tsv or .jsonl file")
     try:
-        return _Builder(manifest, root, seen).table(reader(manifest))
+        kind = manifest.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a pipe would wait for good
+            raise UsageError(f"manifest {str(manifest)!r} is a pipe or a device: give a file")
+        return _Builder(manifest, root, seen).table(reader(manifest), targets)
     except FileNotFoundError as ex:
         raise UsageError(f"manifest {str(manifest)!r} does not exist") from ex
     except OSError as ex:
@@ -65,7 +84,7 @@ class _Builder:
         self.blob = bytearray()
         self.offsets = array("q", [0])
 
-    def table(self, rows: Iterator[Row]) -> Table:
+    def table(self, rows: Iterator[Row], targets: Sequence[str]) -> Table:
         first = next(rows, None)
         if first is None:
             raise UsageError(f"manifest {str(self.manifest)!r} lists no pictures")
@@ -78,10 +97,38 @@ class _Builder:
             )
         label, name = self._column(columns, _LABELS), self._column(columns, _CLASSES)
         rows = self._keep_keys(first, rows, path)
-        others = [column for column in columns if column != path]
-        if label is not None or name is not None:
-            return self._with_labels(rows, label, name)
-        return self._with_targets(rows, others)
+        if targets or (label is None and name is None):
+            targets = self._targets(columns, [c for c in columns if c != path], targets)
+            return self._finish_with(columns, (path, *targets), self._with_targets(rows, targets))
+        taken = [column for column in (path, label, name) if column is not None]
+        return self._finish_with(columns, taken, self._with_labels(rows, label, name))
+
+    def _targets(
+        self, columns: Sequence[str], others: Sequence[str], wanted: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Return the columns of numbers to predict: those asked for, or those named so."""
+        missing = [column for column in wanted if column not in others]
+        if missing:
+            raise UsageError(
+                f"targets={' '.join(missing)}: {self.manifest} has no such column of numbers; its "
+                f"columns are {', '.join(map(repr, columns))}"
+            )
+        found = wanted or [column for column in others if _TARGET.fullmatch(column)]
+        unknown = [column for column in others if not _NUMBERING.fullmatch(column)]
+        if unknown and not found:
+            raise UsageError(
+                f"{self.manifest}: columns {', '.join(map(repr, unknown))} are neither label, "
+                f"class nor target: say which are numbers to predict, as --targets {unknown[-1]}, "
+                "or leave them out"
+            )
+        return tuple(found)
+
+    def _finish_with(self, columns: Sequence[str], taken: Sequence[str], table: Table) -> Table:
+        left = [repr(column) for column in columns if column not in taken]
+        if not left:
+            return table
+        note = f"left out of the manifest: {counted(len(left), 'column')} ({', '.join(left)})"
+        return replace(table, notes=(note,))
 
     def _column(self, columns: Sequence[str], names: Sequence[str]) -> str | None:
         found = [column for column in columns if column.lower() in names]
@@ -92,16 +139,25 @@ class _Builder:
     def _keep_keys(self, first: Row, rows: Iterator[Row], column: str) -> Iterator[Row]:
         row: Row | None = first
         while row is not None:
+            self._refuse_late_columns(row, first)
             self.blob += self._key(row, column)
             self.offsets.append(len(self.blob))
             self._seen()
             yield row
             row = next(rows, None)
 
+    def _refuse_late_columns(self, row: Row, first: Row) -> None:
+        """Refuse a jsonl line's label where the first line, which decides, has none."""
+        if row[1].keys() <= first[1].keys():
+            return
+        for column in row[1].keys() - first[1].keys():
+            if column.lower() in _LABELS + _CLASSES or _TARGET.fullmatch(column):
+                raise self._error(row, column, "the first line has none: give all lines the same")
+
     def _key(self, row: Row, column: str) -> bytes:
         path = self._cell(row, column)
         if not isinstance(path, str) or not path:
-            raise self._error(row, column, f"{path!r} is not a path")
+            raise self._error(row, column, f"{_SHORT.repr(path)} is not a path")
         if _NEEDS_NORMALIZING.search(path):
             path = self._below_root(row, column, path)
         if not os.path.isfile(os.path.join(self.root, path)):
@@ -169,7 +225,7 @@ class _Builder:
             advice = "class names belong in a column 'class'"
             if _is_number(cell):
                 advice = "call a column to predict 'target'"
-            raise self._error(row, column, f"{cell!r} is not a whole number; {advice}")
+            raise self._error(row, column, f"{_SHORT.repr(cell)} is not a whole number; {advice}")
         if not -1 <= number < _MOST_CLASSES:
             what = f"{number} is not a class number (−1, or 0 to {_MOST_CLASSES - 1})"
             raise self._error(row, column, what + "; call a column to predict 'target'")
@@ -181,7 +237,7 @@ class _Builder:
         for row in rows:
             cell = self._cell(row, column)
             if not isinstance(cell, str) or not cell:
-                raise self._error(row, column, f"{cell!r} is not a class name")
+                raise self._error(row, column, f"{_SHORT.repr(cell)} is not a class name")
             name = self._class_name(row, column, cell)
             seen.append(numbers.setdefault(name, len(numbers)))
         classes = sorted(numbers)
@@ -198,7 +254,7 @@ class _Builder:
             raise self._error(row, column, f"{name!r} holds a NUL, which HDF5 cannot keep")
         return name
 
-    def _with_targets(self, rows: Iterator[Row], columns: list[str]) -> Table:
+    def _with_targets(self, rows: Iterator[Row], columns: Sequence[str]) -> Table:
         values = array("f")
         for row in rows:
             for column in columns:
@@ -206,15 +262,17 @@ class _Builder:
         count = len(self.offsets) - 1
         if not columns:
             return self._finish((), np.full(count, -1, np.int64))
-        return self._finish((), np.frombuffer(values, np.float32).reshape(count, -1))
+        table = self._finish((), np.frombuffer(values, np.float32).reshape(count, -1))
+        return replace(table, targets=tuple(columns))
 
     def _target(self, row: Row, column: str) -> float:
         cell = self._cell(row, column)
         if isinstance(cell, list):
-            raise self._error(row, column, f"{cell!r} is a list: give one column per target")
+            raise self._error(
+                row, column, f"{_SHORT.repr(cell)} is a list: give one column per target"
+            )
         if not _is_number(cell):
-            what = f"{cell!r} is not a number; without a label or class column all are targets"
-            raise self._error(row, column, what)
+            raise self._error(row, column, f"{_SHORT.repr(cell)} is not a number to predict")
         number = float(cell)
         if not abs(number) <= _LARGEST:
             what = f"{cell!r} is no target to learn: give a finite number of 32 bits"

@@ -36,7 +36,10 @@ class PackOptions:
     quality: int = 90
     """JPEG quality, 1 to 100, wherever packing encodes."""
     manifest: Path | None = None
-    """A csv, tsv or jsonl file of paths with labels, classes or numeric targets."""
+    """A csv, tsv or jsonl file of paths with labels, classes or numeric targets: columns path,
+    label (class numbers), class (names), target or target_…."""
+    targets: tuple[str, ...] = ()
+    """The manifest's columns of numbers to predict, whatever they are called."""
     masks: Path | None = None
     """A folder of masks, one per picture: the same relative path but for the extension."""
     background: tuple[int, int, int] = (255, 255, 255)
@@ -90,7 +93,7 @@ class PackOptions:
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_CONTENT}
         for name in ("manifest", "masks"):  # no absolute path may enter a file
             named[name] = None if named[name] is None else named[name].name
-        return named | {"background": list(self.background)}
+        return named | {"background": list(self.background), "targets": list(self.targets)}
 
     def skip_limit(self, count: int) -> int:
         """Return how many of `count` pictures may be skipped."""
@@ -114,6 +117,10 @@ class PackOptions:
             raise UsageError(
                 f"mask_fill={self.mask_fill} is what surrounds letterboxed masks, and "
                 f"fit={self.fit} makes none: leave it out, or take fit=pad"
+            )
+        if self.targets and self.manifest is None:
+            raise UsageError(
+                f"targets={' '.join(self.targets)} are columns of a manifest: give one as well"
             )
         if self.quality != 90 and self.store in ("raw", "yuv420"):
             raise UsageError(

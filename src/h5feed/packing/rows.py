@@ -59,6 +59,8 @@ def json_rows(manifest: Path) -> Iterator[Row]:
                 row = json.loads(line)
             except ValueError as ex:
                 raise UsageError(f"{manifest}, line {number}: not JSON ({ex})") from ex
+            except RecursionError as ex:
+                raise UsageError(f"{manifest}, line {number}: nested too deep") from ex
             if not isinstance(row, dict):
                 raise UsageError(f"{manifest}, line {number}: not a JSON object")
             yield number, row

@@ -38,6 +38,7 @@ def pack(
     store: Encoding = "raw",
     quality: int = 90,
     manifest: str | os.PathLike[str] | None = None,
+    targets: Sequence[str] = (),
     masks: str | os.PathLike[str] | None = None,
     background: tuple[int, int, int] = (255, 255, 255),
     mask_fill: int = 0,
@@ -69,6 +70,7 @@ def pack(
         store=store,
         quality=quality,
         manifest=None if manifest is None else Path(manifest),
+        targets=tuple(targets),
         masks=None if masks is None else Path(masks),
         background=background,
         mask_fill=mask_fill,
@@ -116,6 +118,7 @@ def _open(source: Any, options: PackOptions, progress: bool) -> Source | Dataset
         return open_source(
             source,
             manifest=options.manifest,
+            targets=options.targets,
             masks=options.masks,
             allow_empty=options.allow_empty,
             progress=progress,

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -46,7 +46,9 @@ class Source(Table):
 
     def digest(self, *, progress: bool = False) -> str:
         """Return a SHA-256 that changes with any key, size, time of change, label or class."""
-        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+        digest = hashlib.sha256(
+            "\0".join(self.classes + self.targets).encode("utf-8", "surrogateescape")
+        )
         for column in (self.key_offsets, self.key_bytes, self.labels):
             digest.update(np.ascontiguousarray(column).data)
         with Progress(len(self), "looking at files", show=progress, brief=True) as bar:
@@ -71,6 +73,7 @@ def open_source(
     root: str | os.PathLike[str],
     *,
     manifest: str | os.PathLike[str] | None = None,
+    targets: Sequence[str] = (),
     masks: str | os.PathLike[str] | None = None,
     allow_empty: bool = False,
     progress: bool = False,
@@ -79,7 +82,8 @@ def open_source(
 
     Class folders follow torchvision's ImageFolder to the letter: sorted class names, nested
     files, links followed. A folder without subfolders is flat: its labels are −1. With
-    `manifest` (csv, tsv or jsonl) its rows say which files, in which order, with which labels.
+    `manifest` (csv, tsv or jsonl) its rows say which files, in which order, with which labels;
+    `targets` are its columns of numbers to predict.
     `masks` is a folder that holds a file of the same relative stem for every picture.
     `progress` says on stderr what is found, where that takes a while.
 
@@ -90,7 +94,7 @@ def open_source(
     _check_folder(folder, "SRC")
     with Progress(None, "finding pictures", show=progress, brief=True) as bar:
         if manifest is not None:
-            table = read_manifest(Path(manifest), folder, seen=bar.advance)
+            table = read_manifest(Path(manifest), folder, targets=targets, seen=bar.advance)
         else:
             table = read_folder(folder, allow_empty=allow_empty, seen=bar.advance)
     columns = {field.name: getattr(table, field.name) for field in fields(table)}

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from h5feed.counted import counted
+from h5feed.counted import counted, counted_labels
 from h5feed.store.layout import FieldSpec
 
 __all__ = ["PackSummary", "describe_fit", "in_bytes"]
-
-_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +21,8 @@ class PackSummary:
     items: int
     """Pictures in the file."""
     classes: int
+    targets: tuple[str, ...]
+    """The names of the numbers to predict; their places where they have no names."""
     resumed: int
     """Pictures that an earlier, interrupted run had looked at already."""
     bytes_in: int
@@ -49,8 +49,7 @@ class PackSummary:
             size += f" from {in_bytes(self.bytes_in)} of files"
         lines = [
             f"{self.out}: {counted(self.items, 'picture')}, "
-            + (counted(self.classes, "class", "classes") if self.classes else "no classes")
-            + f", {size}",
+            + f"{counted_labels(self.classes, self.targets)}, {size}",
             f"{self.seconds:.1f} s"
             + (f", {self.images_per_second:,.0f} img/s" if self.images_per_second else "")
             + (f" ({self.resumed:,} were done before)" if self.resumed else ""),

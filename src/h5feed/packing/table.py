@@ -22,6 +22,8 @@ class Table:
     """The paths below the folder, '/' between folders, back to back (file-system bytes)."""
     key_offsets: npt.NDArray[np.int64]
     """(N+1,) where each key begins in `key_bytes`."""
+    targets: tuple[str, ...] = ()
+    """The names of float32 labels' K columns."""
     notes: tuple[str, ...] = ()
     """What a user should be told, such as pictures that belong to no class."""
 
