@@ -76,7 +76,8 @@ def test_no_batch_is_larger_than_the_set_and_time_that_is_over_is_said(packed, c
     sizes = BatchSizes(trials=(trial,), full=False, in_time=False)
     monkeypatch.setattr("h5feed.cli.find_batch.find_batch", lambda *_: sizes)
     assert main(["find-batch", packed, *SMALL, "--seconds", "9"]) == 0
-    assert "8 is the largest tried, and it fits (--seconds 9 are over). " in capsys.readouterr().out
+    said = "8 is the largest tried, and it fits (a further one would take longer than --seconds 9 "
+    assert f"{said}leave). " in capsys.readouterr().out
 
 
 def test_wrong_use_is_exit_2_and_one_sentence(packed, capsys):

@@ -27,20 +27,21 @@ def test_the_interval_is_student_s(tool):
     assert half == pytest.approx(4.303 / 3**0.5)
 
 
-def test_both_sides_are_trained_for_each_seed(tool, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("other", ["files", "plain"])
+def test_both_sides_are_trained_for_each_seed(tool, tmp_path, capsys, other):
     sys.path.insert(0, TOOLS)
     from gpu.data import draw_folder
 
     for split, count in (("train", 128), ("test", 40)):
         draw_folder(tmp_path / split, count, (32, 32), classes=2)
     args = [str(tmp_path), "--quick", "--seeds", "2", "--epochs", "1", "--pictures", "128"]
-    assert tool.main([*args, "--json", str(tmp_path / "out.json")]) == 0
+    assert tool.main([*args, "--against", other, "--json", str(tmp_path / "out.json")]) == 0
     said = capsys.readouterr().out
-    assert "packed − files = " in said
+    assert f"packed − {other} = " in said
     assert "points (95 %, 2 seeds)" in said
     found = json.loads((tmp_path / "out.json").read_text())
     assert len(found["runs"]) == 2
-    differences = [run["packed"] - run["files"] for run in found["runs"]]
+    differences = [run["packed"] - run[other] for run in found["runs"]]
     assert found["difference"] == pytest.approx(sum(differences) / 2)
 
 

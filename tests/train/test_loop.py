@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,46 @@ def test_the_run_saves_its_configuration(tmp_path):
     config = make_config(tmp_path, lr=0.02)
     config = replace(config, train=config.train.absolute())
     assert read_config(tmp_path / "config.json") == config
+
+
+def plain_loop(config, data):
+    """Ten lines of torch, as people write them: the losses of its steps, and its accuracy."""
+    torch.manual_seed(config.seed)
+    model = tiny(4)
+    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=config.optim.lr, momentum=0.9, nesterov=True)
+    loader, found = data.train_loader(data.size), []
+    total = len(loader) * config.epochs
+    for epoch in range(config.epochs):
+        loader.set_epoch(epoch)
+        for images, labels in loader:
+            done = max(0, len(found) - 2) / (total - 2)  # a tenth of the steps climbs
+            factor = (len(found) + 1) / 3 if len(found) < 2 else (1 + math.cos(math.pi * done)) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = config.optim.lr * factor
+            outputs = model((images - 100.0) / 50.0)
+            loss = torch.nn.functional.cross_entropy(outputs, labels, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    with torch.no_grad():
+        hits = [(model((x - 100.0) / 50.0).argmax(1) == y).float() for x, y in data.val_loader]
+    return found, torch.cat(hits).mean().item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_does_what_a_plain_loop_does(tmp_path, seed):
+    config = make_config(
+        tmp_path, seed=seed, epochs=5, lr=0.05, optimizer="sgd", label_smoothing=0.1
+    )
+    data = make_data(config)
+    summary = train(config, data)
+    expected, accuracy = plain_loop(config, data)
+    assert [loss for _, loss in losses(tmp_path)] == pytest.approx(expected, rel=1e-4)
+    assert summary.val["accuracy"] == pytest.approx(accuracy)
 
 
 class Killed(Exception):

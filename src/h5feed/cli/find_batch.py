@@ -91,7 +91,7 @@ def _in_words(sizes: BatchSizes, test: BatchRange, config: TrainConfig) -> str:
     largest, best = sizes.largest, sizes.fastest
     limit = "the largest that fits" if sizes.full else "the largest tried, and it fits"
     if not sizes.in_time:
-        limit += f" (--seconds {test.seconds:g} are over)"
+        limit += f" (a further one would take longer than --seconds {test.seconds:g} leave)"
     rule = "linear" if config.optim.optimizer == "sgd" else "sqrt"
     return (
         f"--batch-size {best.batch_size} is fastest ({best.images_per_second:,.0f} images/s); "
