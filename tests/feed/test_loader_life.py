@@ -1,5 +1,6 @@
 """How H5Loader ends: at break, errors, signals, exit; and that nothing is left behind."""
 
+import errno
 import gc
 import itertools
 import os
@@ -23,8 +24,9 @@ from h5feed.codec import encode_jpeg
 from h5feed.feed.fields import Augmented
 from h5feed.jpeg_header import read_header
 from h5feed.store.layout import Columns
+from h5feed.store.read import PackedFile
 from h5feed.store.write import finalize, head_bytes
-from loaders import by_index, loader_threads, wait_until, write_kind
+from loaders import KINDS, by_index, loader_threads, wait_until, write_kind
 from packed import image_spec, write_packed
 from pictures import jpeg_bytes, smooth
 
@@ -257,6 +259,44 @@ def test_skip_covers_headers_that_lie(tmp_path, encoding, change):
     text = r"item 3 .* its header says .* says 32x32"
     with H5Loader(ds, 4, augment=CROP) as loader, pytest.raises(DamagedItemError, match=text):
         list(loader)
+
+
+@pytest.mark.parametrize("kind", ["raw", "yuv420", "jpeg", "keep", "two files", "as stored"])
+def test_what_the_disk_does_not_give_is_named_or_skipped(tmp_path, kind):
+    """Of a file that was cut after it was opened: a mapping would end this process."""
+    path = write_kind(tmp_path / "a.h5", kind if kind in KINDS else "raw")
+    ds = H5Dataset([path, path] if kind == "two files" else path)
+    ops = () if kind == "as stored" else CROP
+    with H5Loader(ds, 6, augment=ops, shuffle=False, indices=range(12)) as loader:
+        expected = [images.clone() for images, _ in loader]
+    start, length = PackedFile(path).index.extents["images"].item_range(9)
+    os.truncate(path, start + length // 2)
+    options = {"augment": ops, "shuffle": False, "io": "read", "indices": range(12)}
+    text = (
+        rf"^{path}: item 9 of /images \(key '1/ü9.png'\) cannot be read: the file ends before it "
+        rf'\(errno {errno.ENODATA}\); check-h5 lists .*, and on_error="skip" goes on without them$'
+    )
+    with H5Loader(ds, 6, **options) as loader:
+        passed = iter(loader)
+        assert torch.equal(next(passed)[0], expected[0])
+        with pytest.raises(DamagedItemError, match=text):
+            next(passed)
+    with H5Loader(ds, 6, on_error="skip", with_index=True, **options) as loader:
+        first, second = ((i.clone(), found.tolist()) for i, _, found in loader)
+    assert torch.equal(first[0], expected[0])
+    assert second[1] == [6, 7, 8, 6, 6, 6]
+    assert torch.equal(second[0][:3], expected[1][:3])
+    none_whole = pytest.raises(DamagedItemError, match=r"item 10 .* cannot be read: .* no whole it")
+    with H5Loader(ds, 2, on_error="skip", **options) as loader, none_whole:
+        list(loader)
+
+
+def test_io_is_map_or_read(ds):
+    with pytest.raises(UsageError, match="io='mmap' is none of map, read"):
+        H5Loader(ds, 4, io="mmap")
+    text = 'io="read" reads each batch, and residency="pinned" copies the mapped files beforehand'
+    with pytest.raises(UsageError, match=text):
+        H5Loader(ds, 4, io="read", residency="pinned")
 
 
 def test_skip_needs_one_whole_sample(tmp_path):

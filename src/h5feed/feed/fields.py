@@ -12,7 +12,7 @@ from h5feed.augment import Params, Pipeline
 from h5feed.errors import DamagedItemError
 from h5feed.feed.picture import JpegItems
 from h5feed.feed.slots import Ring, Slot
-from h5feed.feed.source import Pixels
+from h5feed.feed.source import Pixels, cannot_be
 from h5feed.feed.substitute import GO_ON
 
 __all__ = ["Field"]
@@ -29,8 +29,8 @@ _WORTH = 3 << 18  # bytes of those for a job: 256 of CIFAR's
 class Field:
     """Base: what fills one field's rows. Subclasses say how."""
 
-    decodes = False
-    """Whether `fill` may meet an item that cannot be decoded."""
+    may_fail = False
+    """Whether `fill` may meet an item that cannot be decoded, or read."""
     least = 1
     """Rows worth a job of their own. Small pictures are copied many by one call, whose Python
     holds the GIL as long for a few: on two threads CIFAR's come a third faster by 256 than by 128.
@@ -38,6 +38,7 @@ class Field:
 
     def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
         self.pixels = pixels
+        self.may_fail = self.may_fail or not pixels.mapped
         self.name = name
         self.rings = rings
         """One per view."""
@@ -45,13 +46,13 @@ class Field:
     def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
         """Write rows k0, k0+1, … of `slots` (one per view) from items `indices`, int64 (n,).
 
-        Raises DamagedItemError for the first item that cannot be decoded.
+        Raises DamagedItemError for the first item that cannot be decoded or read.
         """
         raise NotImplementedError
 
     def damaged(self, index: int, reason: object, then: str = GO_ON) -> DamagedItemError:
         """Make the error that names file, field, index and key of an item."""
-        return self.pixels.damaged(self.name, index, f"cannot be decoded: {reason}", then)
+        return self.pixels.damaged(self.name, index, cannot_be(reason), then)
 
 
 class WholeItems(Field):
@@ -59,7 +60,8 @@ class WholeItems(Field):
 
     def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
         super().__init__(pixels, name, rings)
-        self._all = pixels.whole(name) if len(pixels.paths) == 1 else None
+        one = len(pixels.paths) == 1 and pixels.mapped
+        self._all = pixels.whole(name) if one else None
         self.least = _least(pixels.specs[name].item_bytes)
 
     def fill(self, indices: Indices, params: Params | None, k0: int, slots: Sequence[Slot]) -> None:
@@ -77,7 +79,7 @@ class WholeItems(Field):
 class Decoded(Field):
     """JPEG items decoded straight into their rows: for a device, or where nothing is changed."""
 
-    decodes = True
+    may_fail = True
 
     def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
         super().__init__(pixels, name, rings)
@@ -104,9 +106,10 @@ class Augmented(Field):
         super().__init__(pixels, name, rings)
         spec = pixels.specs[name]
         self._pipeline = pipeline
-        self._kernel = pipeline.run_cpu if spec.channels == 3 else pipeline.run_mask
+        self._is_mask = spec.channels == 1
         # One array of one size: the pipeline can take small pictures many at a time.
-        fixed = len(pixels.paths) == 1 and spec.is_fixed and spec.channels == 3
+        one = len(pixels.paths) == 1 and pixels.mapped
+        fixed = one and spec.is_fixed and spec.channels == 3
         self._all = pixels.whole(name) if fixed else None
         self._together = max(1, _TOGETHER // spec.item_bytes) if spec.is_fixed else 1
         if fixed and pipeline.only_crops:
@@ -125,9 +128,15 @@ class Augmented(Field):
     def _run(self, indices: Indices, params: Params, k0: int, rows: Picture, view: int) -> None:
         if self._all is not None:
             self._pipeline.run_fixed(params, k0, self._all, indices, rows, view=view)
-        else:
-            items = [self.pixels.item(self.name, index) for index in indices.tolist()]
-            self._kernel(params, k0, items, rows, view=view)
+            return
+        items = (self.pixels.item(self.name, index) for index in indices.tolist())
+        if self._is_mask:
+            self._pipeline.run_mask(params, k0, list(items), rows, view=view)
+            return
+        # One after the other: what is read can then have the memory of the one before.
+        make = self._pipeline.kernel(params, k0, len(indices), view=view)
+        for i, item in enumerate(items):
+            make(i, item, rows[i])
 
 
 def _least(item_bytes: int) -> int:
@@ -142,7 +151,7 @@ class DecodedAndAugmented(Field):
     from the right pixels (tools/bench_decode.py): left out.
     """
 
-    decodes = True
+    may_fail = True
 
     def __init__(
         self, pixels: Pixels, name: str, rings: Sequence[Ring], pipeline: Pipeline

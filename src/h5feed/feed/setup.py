@@ -24,11 +24,13 @@ from h5feed.store import FieldSpec
 
 __all__ = [
     "AugmentOn",
+    "Io",
     "block_length",
     "check_arguments",
     "check_choices",
     "check_ranks",
     "choose_pipeline",
+    "choose_pixels",
     "choose_ranks",
     "choose_threads",
     "compile_ops",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 AugmentOn = Literal["cpu", "device", "auto"]
+Io = Literal["map", "read"]
 
 _BLOCK_BYTES = 8 << 20
 _CV2_SPLITS = 1 << 16  # pixels of an image above which cv2 shares it among threads of its own
@@ -165,6 +168,20 @@ def compile_ops(pipeline: Pipeline | None, *, on_device: bool) -> CompiledBatch 
             'threads: give augment_on="device", or leave compile out'
         )
     return None if pipeline is None else pipeline.compile_device()
+
+
+def choose_pixels(pixels: Pixels, io: str, residency: str) -> Pixels:
+    """Return the items as they are to be read; UsageError for what is no way to read them."""
+    if io not in get_args(Io):
+        raise UsageError(f"io={io!r} is none of {', '.join(get_args(Io))}")
+    if io == "map":
+        return pixels
+    if residency != "stream":
+        raise UsageError(
+            f'io="read" reads each batch, and residency="{residency}" copies the mapped files '
+            "beforehand: leave one of them out"
+        )
+    return pixels.reading()
 
 
 def explain_decoding(pixels: Pixels, lane: Lane) -> str:

@@ -1,5 +1,7 @@
 """One or several packed files as one row of items: where every item lies, and views of it."""
 
+from __future__ import annotations
+
 import os
 import zlib
 from bisect import bisect_right
@@ -13,9 +15,10 @@ import numpy.typing as npt
 
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.files import FilePath, check_alike, joint_fingerprint
+from h5feed.feed.substitute import GO_ON
 from h5feed.store import Extent, FieldSpec, FileIndex, Mapping
 
-__all__ = ["BYTES_CHANGED", "Pixels"]
+__all__ = ["BYTES_CHANGED", "Pixels", "cannot_be"]
 
 BYTES_CHANGED = "its bytes are not those that were packed"
 """What is wrong with an item of another checksum."""
@@ -31,6 +34,9 @@ class Pixels:
     paths and fingerprints; unpickling opens the files again and raises H5FormatError where one
     has changed. Item indices here are plain: 0 ≤ index < len.
     """
+
+    mapped = True
+    """Whether items are views of mapped files; else `item` reads them."""
 
     def __init__(self, paths: Sequence[FilePath]) -> None:
         self._mappings = [Mapping(path) for path in paths]
@@ -64,6 +70,19 @@ class Pixels:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.paths, [index.fingerprint for index in self._indexes])
+
+    def reading(self) -> Pixels:
+        """Return the same items, of which `item` reads each from the disk into memory of its own.
+
+        Then a DamagedItemError says what the disk does not give, where a view ends the process.
+        """
+        made = object.__new__(_ReadPixels)
+        made.__dict__ |= self.__dict__
+        made._readers = {
+            name: [partial(m.read, i.extents[name]) for m, i in self._files()]
+            for name in self.specs
+        }
+        return made
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (number of the file, index within it)."""
@@ -193,6 +212,23 @@ class Pixels:
             extent = self._indexes[one].extents[field]
             address[mine], length[mine] = _item_ranges(extent, where[mine] - starts[one])
         return number, address, length
+
+
+class _ReadPixels(Pixels):
+    mapped = False
+
+    def item(self, field: str, index: int) -> npt.NDArray[np.uint8]:
+        try:
+            return super().item(field, index)
+        except OSError as ex:
+            raise self.damaged(field, index, cannot_be(ex), GO_ON) from ex
+
+
+def cannot_be(reason: object) -> str:
+    """Say what an item cannot be: decoded, or read where an OSError is the reason."""
+    if isinstance(reason, OSError):
+        return f"cannot be read: {reason.strerror} (errno {reason.errno})"
+    return f"cannot be decoded: {reason}"
 
 
 def _item_ranges(extent: Extent, local: Indices) -> tuple[Indices, Indices]:

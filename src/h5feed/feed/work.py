@@ -111,7 +111,7 @@ class Work:
             self._finish()
 
     def _fill(self, field: Field, slots: Sequence[Slot], begin: int, end: int) -> None:
-        if self._epoch.recipe.on_error == "raise" or not field.decodes:
+        if self._epoch.recipe.on_error == "raise" or not field.may_fail:
             field.fill(self.indices[begin:end], self._params, begin, slots)
             return
         for k in range(begin, end):

@@ -39,6 +39,13 @@ class Mapping:
         start, length = extent.item_range(index)
         return self.data[start : start + length].reshape(extent.item_shape(index))
 
+    def read(self, extent: Extent, index: int) -> UInt8:
+        """Return item `index` as `item` does, read into memory of its own.
+
+        Raises OSError where the disk does not give it; touching a view then ends the process.
+        """
+        return self._file.item(extent, index)
+
     def whole(self, extent: Extent) -> UInt8:
         """Return a fixed field as one view: (N, H, W, C), or (N, H·3/2, W) for NV12."""
         return _field(self.data, extent)
