@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from h5feed.errors import UsageError
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.trial import endless, kept, open_trial
 from train.helpers import make_config, make_data
 from train.trials import WORLD, go_on, make_loader, make_step, random_draws
@@ -30,6 +30,17 @@ def test_training_goes_on_as_if_nothing_had_been_tried(tmp_path, optimizer, sche
         losses.append((go_on(step, iter(loader), 2), step.count, step.lr))
         losses[-1] += (next(iter(step.ema.state_dict().values())).sum().item(),)
     assert losses[0] == losses[1]
+
+
+def test_memory_that_runs_out_is_one_sentence(tmp_path):
+    config = make_config(tmp_path)
+    with (
+        pytest.raises(
+            H5FeedError, match=r"^out of memory with --batch-size 16 \(the machine has no"
+        ),
+        open_trial(config, make_data(config)),
+    ):
+        raise MemoryError
 
 
 def test_generators_are_put_back(tmp_path):

@@ -1,10 +1,8 @@
 """The training loop, to be read and copied: `train` sets the stage, `run_epochs` is the loop."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
-from h5feed.cores import is_out_of_memory
-from h5feed.errors import H5FeedError
 from h5feed.train.compiled import for_scoring
 from h5feed.train.config import TrainConfig
 from h5feed.train.curves import draw_curves
@@ -16,7 +14,7 @@ from h5feed.train.log import check_folder
 from h5feed.train.precision import backends, choose_precision
 from h5feed.train.recorder import Summary
 from h5feed.train.saver import weights_are_finite
-from h5feed.train.setup import Run, prepare
+from h5feed.train.setup import Run, memory_errors_in_words, prepare
 from h5feed.train.sources import open_data
 
 __all__ = ["run_epochs", "train"]
@@ -31,7 +29,7 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
     """
     if config.distributed.gpus > 1 and not under_torchrun():
         return start(train, config, config.distributed.gpus)
-    with join_world(config.device) as world, _memory_errors_in_words(config):
+    with join_world(config.device) as world, memory_errors_in_words(config):
         precision = choose_precision(config.speed, world.device)
         check_folder(config)
         data = data or open_data(config, world)
@@ -53,21 +51,6 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
             except ImportError as ex:
                 run.recorder.say(f"no curves.png: {ex}")
         return run.recorder.summary
-
-
-@contextmanager
-def _memory_errors_in_words(config: TrainConfig) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as ex:
-        if not is_out_of_memory(ex):
-            raise
-        said = str(ex).partition("\n")[0] or "the machine has no more"
-        raise H5FeedError(
-            f"out of memory with --batch-size {config.batch_size} ({said}): try --accumulate "
-            f"{2 * config.speed.accumulate}, --checkpoint or --precision bf16; train-h5 find-batch "
-            "finds what fits"
-        ) from ex
 
 
 def run_epochs(run: Run, after_step: Callable[[], None]) -> None:

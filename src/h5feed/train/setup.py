@@ -4,6 +4,8 @@ channels_last is PyTorch's tutorial "Channels Last Memory Format"; torch.compile
 2024 (doi:10.1145/3620665.3640366).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from h5feed.errors import UsageError
+from h5feed.cores import is_out_of_memory
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.checkpoint import RandomState
 from h5feed.train.compiled import check_backend
 from h5feed.train.config import TrainConfig
@@ -30,7 +33,7 @@ from h5feed.train.step import TrainStep
 from h5feed.train.surgery import drop_biases
 from h5feed.train.tasks import Task, make_task
 
-__all__ = ["Run", "build_network", "build_step", "choose_task", "prepare"]
+__all__ = ["Run", "build_network", "build_step", "choose_task", "memory_errors_in_words", "prepare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,22 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
         recorder=recorder,
         steps_per_epoch=steps_per_epoch,
     )
+
+
+@contextmanager
+def memory_errors_in_words(config: TrainConfig) -> Iterator[None]:
+    """Raise H5FeedError, in one sentence, where memory runs out in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as ex:
+        if not is_out_of_memory(ex):
+            raise
+        said = str(ex).partition("\n")[0] or "the machine has no more"
+        raise H5FeedError(
+            f"out of memory with --batch-size {config.batch_size} ({said}): try --accumulate "
+            f"{2 * config.speed.accumulate}, --checkpoint or --precision bf16; train-h5 find-batch "
+            "finds what fits"
+        ) from ex
 
 
 def choose_task(config: TrainConfig, data: Data) -> Task:

@@ -13,7 +13,12 @@ from h5feed.train.config import TrainConfig
 from h5feed.train.data import Data, Loader
 from h5feed.train.distributed import World, join_world, under_torchrun
 from h5feed.train.precision import backends, choose_precision
-from h5feed.train.setup import build_network, build_step, choose_task
+from h5feed.train.setup import (
+    build_network,
+    build_step,
+    choose_task,
+    memory_errors_in_words,
+)
 from h5feed.train.sources import open_data
 from h5feed.train.step import Batch, TrainStep
 
@@ -41,7 +46,7 @@ def open_trial(
     """
     if config.distributed.gpus > 1 or under_torchrun():
         raise UsageError("this is tried out in one process: leave out --gpus and torchrun")
-    with join_world(config.device) as world:
+    with join_world(config.device) as world, memory_errors_in_words(config):
         precision = choose_precision(config.speed, world.device)
         data = data or open_data(config, world)
         with backends(precision, cudnn_benchmark=config.speed.cudnn_benchmark):
