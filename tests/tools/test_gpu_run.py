@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from h5feed import H5Dataset
 from hosts import importable
 from pictures import jpeg_bytes, smooth
 
@@ -211,6 +212,31 @@ def test_a_folder_without_pictures_is_said(gpu_run, tmp_path):
 
     with pytest.raises(SystemExit, match="holds no pictures: give a folder of class folders"):
         repeat_folder(tmp_path, tmp_path / "b", 3)
+
+
+def test_what_an_interrupted_run_drew_is_not_taken_for_the_whole(gpu_run, tmp_path, monkeypatch):
+    from gpu import data
+
+    draw = data.draw_folder
+
+    def interrupted(folder, count, size, classes):
+        draw(folder, 3, size, classes)
+        raise KeyboardInterrupt
+
+    for prepare in (
+        lambda count: data.prepare_photos(None, tmp_path, count=count, side=8).raw,
+        lambda count: data.prepare_cifar(None, tmp_path, count=count)[0],
+    ):
+        with monkeypatch.context() as half:
+            half.setattr(data, "draw_folder", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(12)
+        sizes = [len(H5Dataset(prepare(count))) for count in (12, 12, 20)]
+        assert sizes == [12, 12, 20]  # and another number is another folder
+    assert not list(tmp_path.glob("*.unfinished"))
+    given = data.prepare_photos(tmp_path / "drawn-12-8", tmp_path, count=15, side=8)
+    assert not given.drawn
+    assert len(H5Dataset(given.jpeg)) == 15
 
 
 @pytest.fixture(scope="module")

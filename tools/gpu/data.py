@@ -1,7 +1,10 @@
 """Pictures to train on: given folders, repeated as often as it takes, or drawn; and packed."""
 
 import os
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,16 +35,16 @@ class Photos:
 
 def prepare_photos(given: Path | None, scratch: Path, *, count: int, side: int) -> Photos:
     """Return at least `count` photos, packed at `side` px, in `scratch` (used again if there)."""
-    folder = scratch / f"photos-{count}-{side}"
-    if not folder.is_dir():
-        if given is None:
-            draw_folder(folder, count, (side * 3 // 2, side * 2), classes=100)
-        else:
-            repeat_folder(given, folder, count)
-    raw, jpeg = folder.with_suffix(".raw.h5"), folder.with_suffix(".jpeg.h5")
+    folder = scratch / f"{'drawn' if given is None else given.resolve().name}-{count}-{side}"
+    with _whole(folder) as new:
+        if new is not None and given is None:
+            draw_folder(new, count, (side * 3 // 2, side * 2), classes=100)
+        elif new is not None and given is not None:
+            repeat_folder(given, new, count)
+    raw, jpeg = (folder.with_name(f"{folder.name}.{store}.h5") for store in ("raw", "jpeg"))
     for path, store in ((raw, "raw"), (jpeg, "jpeg")):
         if not path.exists():
-            pack(folder, path, size=str(side), store=store)
+            pack(folder, path, size=str(side), store=store, overwrite=True)
     return Photos(folder=folder, raw=raw, jpeg=jpeg, drawn=given is None)
 
 
@@ -49,14 +52,32 @@ def prepare_cifar(given: Path | None, scratch: Path, *, count: int) -> tuple[Pat
     """Return CIFAR-10 packed at 32 px, for training and for scoring, and whether it was drawn."""
     packed = []
     for split, part in (("train", count), ("test", max(1, count // 5))):
-        folder = scratch / f"drawn-cifar-{split}" if given is None else given / split
-        if given is None and not folder.is_dir():
-            draw_folder(folder, part, (32, 32), classes=10)
-        path = scratch / f"cifar-{split}{'-drawn' if given is None else ''}.h5"
+        folder = scratch / f"drawn-cifar-{split}-{part}" if given is None else given / split
+        if given is None:
+            with _whole(folder) as new:
+                if new is not None:
+                    draw_folder(new, part, (32, 32), classes=10)
+        path = scratch / f"cifar-{split}{f'-drawn-{part}' if given is None else ''}.h5"
         if not path.exists():
-            pack(folder, path, size="32")
+            pack(folder, path, size="32", overwrite=True)
         packed.append(path)
     return packed[0], packed[1], given is None
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path | None]:
+    """Yield a folder to fill, which is called `folder` once it is full; None if that is there.
+
+    So what an interrupted run had begun is never taken for the whole.
+    """
+    if folder.is_dir():
+        yield None
+        return
+    new = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    yield new
+    new.rename(folder)
 
 
 def repeat_folder(given: Path, folder: Path, count: int) -> None:
