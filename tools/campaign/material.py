@@ -98,7 +98,7 @@ def make_material(folder: Path) -> Material:
     (source / CLASSES[0] / "003.jpg").write_bytes(BROKEN)
     table = folder / "targets.csv"
     with table.open("w", newline="") as file:
-        csv.writer(file).writerows([["path", "target", "other"], *rows])
+        csv.writer(file).writerows([["path", "target", "target_other"], *rows])
     named = {"MASKS": str(masks), "TARGETS": str(table)}
     kinds = {}
     for name, options in OPTIONS.items():

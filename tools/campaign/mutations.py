@@ -109,10 +109,11 @@ def forged(case: Case) -> None:
         forge = case.random.choice(FORGERIES)
         case.note(f"{kind.name}: {forge.__name__}")
         try:
-            forge(case, path)
+            if path.is_file():
+                forge(case, path)
         except (OSError, KeyError, ValueError, TypeError, RuntimeError, IndexError) as ex:
             case.note(f"h5py cannot: {ex}")  # of two, the first may have made it unreadable
-    if case.random.random() < 0.9:
+    if case.random.random() < 0.9 and path.is_file() and path.stat().st_size < 1 << 24:
         mend_fingerprint(path, known)
     limit_memory(MEMORY)
     use(case, path, doors=3)
@@ -377,6 +378,20 @@ def _size(case: Case, path: Path) -> None:
     )
 
 
+def _no_file(case: Case, path: Path) -> None:
+    """Put something else than a file in its place."""
+    path.unlink()
+    way = case.random.randrange(5)
+    if way == 0:
+        os.mkfifo(path)
+    elif way == 1:
+        path.mkdir()
+    elif way == 2:
+        path.write_bytes(b"")
+    else:
+        path.symlink_to(["/dev/zero", "x.h5"][way - 3])
+
+
 def _arrays(file: h5py.File) -> list[str]:
     found: list[str] = []
     file.visititems(
@@ -393,5 +408,5 @@ def _arrays(file: h5py.File) -> list[str]:
 FORGERIES: list[Callable[[Case, Path], None]] = [
     _number_attribute, _text_attribute, _attribute_type, _provenance, _array_value, _array_value,
     _array_value, _many_labels, _names, _replace_array, _replace_array, _structure, _item_bytes,
-    _item_bytes, _size,
+    _item_bytes, _size, _no_file,
 ]  # fmt: skip

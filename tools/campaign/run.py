@@ -35,7 +35,7 @@ import torch
 from cases import DEADLINE, Family, Outcome, run_case
 from families import FAMILIES
 from limits import can_mount
-from material import make_material, small_steps
+from material import Material, make_material, small_steps
 
 import h5feed
 
@@ -56,8 +56,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, help="run for this long in all (default 2)")
-    parser.add_argument("--cases", type=int, help="run so many cases of each family instead")
+    parser.add_argument("--cases", type=int, help="of each family, and job, instead of minutes")
     parser.add_argument("--only", action="append", choices=sorted(FAMILIES), help="these families")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the first case of each family")
     parser.add_argument("--deadline", type=float, default=DEADLINE, help="seconds a case may take")
     parser.add_argument("--keep", type=Path, help="where failed cases are kept (default: beside)")
@@ -98,14 +99,38 @@ def _campaign(
     options: argparse.Namespace, chosen: Mapping[str, tuple[Family, int]], scratch: Path
 ) -> dict[str, Tally]:
     material = make_material(scratch / "material")
-    keep = options.keep or Path(tempfile.gettempdir(), f"campaign-failures-{os.getpid()}")
-    tallies = {name: Tally(_what(family)) for name, (family, _) in chosen.items()}
     gc.collect()
     gc.freeze()  # or the collector would touch, and so copy, what every case shares
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    parts = [scratch / f"part{job}.json" for job in range(options.jobs)]
+    jobs = []
+    for job, part in enumerate(parts):
+        jobs.append(os.fork())
+        if not jobs[-1]:
+            try:
+                made = _share(options, chosen, scratch, material, until, job)
+                part.write_text(json.dumps({name: asdict(tally) for name, tally in made.items()}))
+            finally:
+                os._exit(0)
+    for child in jobs:
+        os.waitpid(child, 0)
+    return _sum([json.loads(part.read_text()) for part in parts])
+
+
+def _share(
+    options: argparse.Namespace,
+    chosen: Mapping[str, tuple[Family, int]],
+    scratch: Path,
+    material: Material,
+    until: float | None,
+    job: int,
+) -> dict[str, Tally]:
+    """Run one job's share: of each family, every so many'th seed."""
+    keep = options.keep or Path(tempfile.gettempdir(), f"campaign-failures-{os.getppid()}")
+    tallies = {name: Tally(_what(family)) for name, (family, _) in chosen.items()}
     while (name := _next(tallies, chosen, options, until)) is not None:
         tally = tallies[name]
-        seed = options.seed + tally.cases
+        seed = options.seed + tally.cases * options.jobs + job
         folder = scratch / f"{name}-{seed}"
         outcome = run_case(name, chosen[name][0], seed, folder, material, options.deadline)
         tally.cases += 1
@@ -113,6 +138,16 @@ def _campaign(
         if outcome.failure is not None:
             tally.failures.append({"seed": seed, "failure": outcome.failure.partition("\n")[0]})
             _show(outcome, folder, keep)
+    return tallies
+
+
+def _sum(parts: Sequence[Mapping[str, Any]]) -> dict[str, Tally]:
+    tallies = {name: Tally(tally["what"]) for name, tally in parts[0].items()}
+    for part in parts:
+        for name, tally in part.items():
+            tallies[name].cases += tally["cases"]
+            tallies[name].seconds += tally["seconds"]
+            tallies[name].failures += tally["failures"]
     return tallies
 
 
