@@ -3,10 +3,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from h5feed import pack
-from h5feed.bench import ceilings, measure, subjects
+from h5feed.bench import ceilings, contestants, measure, subjects
+from h5feed.bench.contestants import write_small
 from h5feed.bench.crops import PillowCrop, TensorCrop, draw_box
+from h5feed.bench.options import CompareOptions
+from h5feed.feed.source import Pixels
 from pictures import jpeg_bytes, smooth
 
 COUNT, BATCH, CROP = 20, 4, 16
@@ -71,6 +75,46 @@ def test_folder_reads_just_the_packed_pictures(root):
     subject = subjects.Folder(params(root, "raw"))
     assert len(subject.files) == COUNT
     assert all(name.startswith(str(root / "images")) for name in subject.files)
+
+
+def test_small_jpegs_are_the_stored_pictures_each_in_its_class(root, tmp_path):
+    write_small(root / "raw.h5", tmp_path, 2)
+    assert len(list(tmp_path.glob("*/*.jpg"))) == COUNT
+    with Image.open(tmp_path / "000002/000000019.jpg") as image:
+        assert image.size == (32, 32)
+    made = params(root, "raw") | {"small": str(tmp_path)}
+    for kind, more in (
+        (subjects.FolderOfSmall, {}),
+        (subjects.FolderOfTensors, {"tensors_of": "small"}),
+        (subjects.FolderOfTensors, {}),
+    ):
+        subject = kind(made | more)
+        assert measure.verify(subject, EXPECTED, 0.01).epochs >= 1
+        subject.close()
+
+
+def test_small_jpegs_of_a_large_set_are_evenly_spaced(root, monkeypatch):
+    monkeypatch.setattr(contestants, "MOST_SMALL", 5)
+    assert contestants.small_items(Pixels([root / "raw.h5"])).tolist() == [0, 4, 8, 12, 16]
+
+
+def test_folders_without_torchvision_do_without_tensors(root, monkeypatch, tmp_path):
+    monkeypatch.setattr(subjects, "imagefolder_class", lambda: None)
+    write_small(root / "raw.h5", tmp_path, 1)
+    subject = subjects.FolderOfSmall(params(root, "raw") | {"small": str(tmp_path)})
+    assert measure.verify(subject, EXPECTED, 0.01).epochs >= 1
+    subject.close()
+    names, left_out = contestants.entries(
+        contestants.contestants(32),
+        Pixels([root / "raw.h5"]),
+        CompareOptions(images=root / "images"),
+        1,
+        tmp_path / "small",
+    )
+    assert "folder of 32-px JPEGs" in [entry.name for entry in names]
+    said = "torchvision is not installed, or was built for another torch"
+    assert f"torchvision v2 on tensors: {said}" in left_out
+    assert f"32-px JPEGs, v2 on tensors: {said}" in left_out
 
 
 def test_folder_without_torchvision_does_the_same(root, monkeypatch):

@@ -29,7 +29,7 @@ def tool():
 def results(tool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench_loader")
     with pytest.MonkeyPatch.context() as patch:
-        importable(folder, patch)
+        importable(patch)
         patch.setattr(tool, "COLD_ITEMS", 512)
         patch.setattr(tool, "IMAGENET", 600)
         patch.setattr(tool, "SCHEDULED", (600, 800))

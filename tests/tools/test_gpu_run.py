@@ -32,7 +32,7 @@ def results(gpu_run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu_run")
     few = ("synthetic", "H5Loader, crop on cpu", "H5Loader, device", "ImageFolder, DataLoader")
     with pytest.MonkeyPatch.context() as patch:
-        importable(folder, patch)
+        importable(patch)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         whole = gpu_run.ways
         patch.setattr(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,8 +58,10 @@ def crop_in_words(pixels: Pixels, options: CompareOptions) -> str:
 def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Report:
     """Measure one setting."""
     pixels = Pixels([file])
-    taking_part, left_out = entries(contestants(), pixels, options, workers)
-    outcomes = run(taking_part, options.schedule, tell)
+    with tempfile.TemporaryDirectory(prefix="bench-h5-") as small:
+        among = contestants(stored_side(pixels))
+        taking_part, left_out = entries(among, pixels, options, workers, Path(small))
+        outcomes = run(taking_part, options.schedule, tell)
     if options.schedule.cold:
         outcomes += _disk_outcome(file, len(pixels))
     title = (

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
+from PIL import Image
 
+from h5feed import H5Dataset
 from h5feed.bench import subjects
 from h5feed.bench.measure import Expectation
 from h5feed.bench.options import CompareOptions
@@ -34,12 +38,12 @@ class Contestant:
     params: dict[str, Any] = field(default_factory=dict)
     """What its factory needs beyond what all get."""
 
-    @property
-    def reads_folder(self) -> bool:
-        """Whether it reads the source files and not the packed one."""
-        return self.factory == FOLDER or self.params.get("inner") == FOLDER
+    reads: Literal["file", "folder", "small"] = "file"
+    """The packed file, the source files, or JPEGs of the stored size made for this."""
 
 
+MOST_SMALL = 5000
+"""JPEGs of the stored size: more would take minutes to write, and warm ones tell no more."""
 _NOT_QUICK = "left out of a quick look"
 
 
@@ -73,6 +77,34 @@ def _needs_dali(_: Pixels, options: CompareOptions) -> str | None:
     return _NOT_QUICK if options.quick else None
 
 
+def _needs_torchvision(_: Pixels, options: CompareOptions) -> str | None:
+    if subjects.imagefolder_class() is None:
+        return "torchvision is not installed, or was built for another torch"
+    return _NOT_QUICK if options.quick else None
+
+
+def _needs_stored_size(pixels: Pixels, options: CompareOptions) -> str | None:
+    if pixels.specs["images"].encoding == "original":
+        return "this file stores the source files as they are"
+    return _NOT_QUICK if options.quick else None
+
+
+def _first(
+    *conditions: Callable[[Pixels, CompareOptions], str | None],
+) -> Callable[[Pixels, CompareOptions], str | None]:
+    """Return the condition that all `conditions` hold."""
+
+    def reason(pixels: Pixels, options: CompareOptions) -> str | None:
+        said = (condition(pixels, options) for condition in conditions)
+        return next((text for text in said if text is not None), None)
+
+    return reason
+
+
+def _needs_classes(pixels: Pixels, _: CompareOptions) -> str | None:
+    return None if len(pixels.classes) else "ImageFolder needs class folders"
+
+
 def _bounds(*encodings: str) -> Callable[[Pixels, CompareOptions], str | None]:
     """Return the condition of a ceiling that bounds the work on these encodings only."""
     return lambda pixels, _: None if pixels.specs["images"].encoding in encodings else ""
@@ -86,14 +118,38 @@ def _needs_plain_copies(pixels: Pixels, options: CompareOptions) -> str | None:
 
 _SUBJECTS = "h5feed.bench.subjects"
 FOLDER = f"{_SUBJECTS}:Folder"
+_TENSORS = f"{_SUBJECTS}:FolderOfTensors"
 _CEILINGS = "h5feed.bench.ceilings"
 
 
-def contestants() -> tuple[Contestant, ...]:
-    """Return our subjects and the ceilings, today's way first."""
+def contestants(side: int | None = None) -> tuple[Contestant, ...]:
+    """Return our subjects and the ceilings, today's way first; `side` is what is stored, in px."""
+    small = "small JPEGs" if side is None else f"{side}-px JPEGs"
     folder = "ImageFolder" if subjects.imagefolder_class() else "Pillow folder"
     return (
-        Contestant(f"{folder} + DataLoader", FOLDER, False, _needs_folder),
+        Contestant(f"{folder} + DataLoader", FOLDER, False, _needs_folder, reads="folder"),
+        Contestant(
+            "torchvision v2 on tensors",
+            _TENSORS,
+            False,
+            _first(_needs_folder, _needs_torchvision, _needs_classes),
+            reads="folder",
+        ),
+        Contestant(
+            f"folder of {small}",
+            f"{_SUBJECTS}:FolderOfSmall",
+            False,
+            _needs_stored_size,
+            reads="small",
+        ),
+        Contestant(
+            f"{small}, v2 on tensors",
+            _TENSORS,
+            False,
+            _first(_needs_stored_size, _needs_torchvision),
+            params={"tensors_of": "small"},
+            reads="small",
+        ),
         Contestant("h5py, the usual way", f"{_SUBJECTS}:UsualH5py", False, _needs_plain_pixels),
         Contestant("H5Dataset + DataLoader", f"{_SUBJECTS}:SwappedIn"),
         Contestant("make_dataloader(H5Dataset)", f"{_SUBJECTS}:ReadyMade"),
@@ -109,17 +165,46 @@ def contestants() -> tuple[Contestant, ...]:
     )
 
 
-def _expectation(pixels: Pixels, options: CompareOptions, ceiling: bool) -> Expectation:
-    counts = None
+def small_items(pixels: Pixels) -> npt.NDArray[np.int64]:
+    """Return which items the folder of small JPEGs holds: all, or evenly spaced ones."""
+    count = min(len(pixels), MOST_SMALL)
+    return np.arange(count, dtype=np.int64) * len(pixels) // count
+
+
+def write_small(file: Path, out: Path, threads: int) -> None:
+    """Write `small_items` as JPEG files of quality 90 below `out`, in a folder per label."""
+    dataset = H5Dataset(str(file), output="numpy")
+    labels = _plain_labels(dataset.pixels)
+
+    def write(index: int) -> None:
+        pixels, label = dataset[index][0], 0 if labels is None else int(labels[index])
+        folder = out / f"{label:06}"
+        folder.mkdir(exist_ok=True, parents=True)
+        Image.fromarray(pixels).save(folder / f"{index:09}.jpg", quality=90)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(write, small_items(dataset.pixels).tolist()))
+
+
+def _plain_labels(pixels: Pixels) -> npt.NDArray[Any] | None:
     if pixels.labels.ndim == 1 and "masks" not in pixels.specs:
-        counts = tuple(sorted(np.unique(pixels.labels, return_counts=True)[1].tolist()))
+        return pixels.labels
+    return None
+
+
+def _expectation(pixels: Pixels, options: CompareOptions, one: Contestant) -> Expectation:
+    items = small_items(pixels) if one.reads == "small" else np.arange(len(pixels))
+    labels = _plain_labels(pixels)
+    counts = None
+    if labels is not None:
+        counts = tuple(sorted(np.unique(labels[items], return_counts=True)[1].tolist()))
     return Expectation(
-        pictures=len(pixels),
+        pictures=len(items),
         batch_size=options.batch,
         height=options.side,
         width=options.side,
         label_counts=counts,
-        ceiling=ceiling,
+        ceiling=one.ceiling,
     )
 
 
@@ -147,9 +232,15 @@ def _measurable(
 
 
 def entries(
-    among: Sequence[Contestant], pixels: Pixels, options: CompareOptions, workers: int
+    among: Sequence[Contestant],
+    pixels: Pixels,
+    options: CompareOptions,
+    workers: int,
+    small: Path,
 ) -> tuple[list[Entry], list[str]]:
     """Return the entries of those of `among` who take part, and who does not with the reason.
+
+    `small` is an empty folder: JPEGs of the stored size are written there if somebody reads them.
 
     Raises:
         UsageError: `options.images` is another folder, or `options.only` matches nobody.
@@ -162,18 +253,22 @@ def entries(
     params = {
         "file": pixels.paths[0],
         "images": str(options.images) if options.images else None,
+        "small": str(small),
         "workers": workers,
         "batch_size": options.batch,
         "crop": options.side,
         "device": options.where,
     }
+    if any(one.reads == "small" for one in taking_part):
+        write_small(Path(pixels.paths[0]), small, max(workers, 1))
+    files = {"file": (pixels.paths[0],), "folder": folder, "small": (str(small),)}
     return [
         Entry(
             name=one.name,
             command=(sys.executable, "-m", "h5feed.bench.host", one.factory),
             params=params | one.params,
-            expected=_expectation(pixels, options, one.ceiling),
-            files=folder if one.reads_folder else (pixels.paths[0],),
+            expected=_expectation(pixels, options, one),
+            files=files[one.reads],
             cold=not one.ceiling,
         )
         for one in taking_part

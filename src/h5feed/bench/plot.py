@@ -8,19 +8,18 @@ from pathlib import Path
 from h5feed.plotting import Bar, draw_bars, picture
 
 from .outcomes import Outcome
-from .report import SMOKE_BATCHES, Report
+from .report import SMOKE_BATCHES, Report, is_ours
 
 __all__ = ["bars", "cold_bars", "draw_groups", "save_plot"]
 
 UNIT = "images per second"
-_OURS = ("H5Loader", "H5Dataset", "DaliLoader", "h5feed")
 _ROW, _REST = 0.33, 1.75  # inches: of a bar, and of title, axis and caption
 
 
 def _kind(outcome: Outcome) -> str:
     if outcome.ceiling:
         return "ceiling"
-    return "ours" if any(name in outcome.name for name in _OURS) else "other"
+    return "ours" if is_ours(outcome) else "other"
 
 
 def _speed_up(outcome: Outcome, baseline: Outcome | None) -> str:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from .outcomes import Cold, Outcome
 
-__all__ = ["SMOKE_BATCHES", "Report", "as_dict", "from_dict", "utilization"]
+__all__ = ["SMOKE_BATCHES", "Report", "as_dict", "from_dict", "is_ours", "utilization"]
+
+_OURS = ("H5Loader", "H5Dataset", "DaliLoader", "h5feed")
 
 _TUPLES = ("rates", "cpu_per_image", "epoch_rates")  # of an outcome: lists in JSON
 SMOKE_BATCHES = 4  # fewer batches in an epoch measure how epochs start, not how pictures flow
@@ -55,6 +57,11 @@ class Report:
     def ceiling(self) -> Outcome | None:
         """The first ceiling: what nobody can pass by much."""
         return next((o for o in self.outcomes if o.ceiling and o.rate), None)
+
+
+def is_ours(outcome: Outcome) -> bool:
+    """Return whether h5feed itself was measured."""
+    return any(name in outcome.name for name in _OURS)
 
 
 def utilization(o: Outcome, report: Report) -> float | None:

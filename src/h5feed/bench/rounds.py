@@ -24,7 +24,9 @@ __all__ = ["LONGEST_WINDOW", "Entry", "Schedule", "run"]
 Tell = Callable[[str], None]
 LONGEST_WINDOW = 300.0
 """Seconds: half of what `Remote` waits for an answer before it ends the subject."""
-_PLACES = frozenset({"file", "images", "data"})  # of this machine: of no use to anybody else
+_PLACES = frozenset(
+    {"file", "images", "data", "small"}
+)  # of this machine: of no use to anybody else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ packed from, or None), `workers`, `batch_size`, `crop`, `device`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -19,12 +20,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from h5feed import H5Dataset, augment, make_dataloader
 from h5feed.bench.crops import PillowCrop, TensorCrop
+from h5feed.codec import encode_jpeg
 from h5feed.feed.loader import H5Loader
 from h5feed.feed.setup import AugmentOn
 from h5feed.feed.source import Pixels
 
 __all__ = [
     "Folder",
+    "FolderOfSmall",
+    "FolderOfTensors",
     "LoaderByDali",
     "LoaderOnCpu",
     "LoaderOnDevice",
@@ -35,6 +39,7 @@ __all__ = [
 ]
 
 Params = Mapping[str, Any]
+_BLACK = np.zeros((8, 8, 3), np.uint8)
 
 
 class _Subject:
@@ -118,6 +123,70 @@ class Folder(_Subject):
         else:
             dataset = kind(params["images"], crop, is_valid_file=set(paths).__contains__)
         super().__init__(_stock_loader(dataset, params), params, files=paths)
+
+
+class FolderOfSmall(_Subject):
+    """The same loop over `params["small"]`: a folder of the stored size's JPEGs, made for this."""
+
+    def __init__(self, params: Params) -> None:
+        dataset = _small_folder(params, PillowCrop(params["crop"]))
+        super().__init__(_stock_loader(dataset, params), params, files=[params["small"]])
+
+
+def _small_folder(params: Params, transform: Any, **options: Any) -> Dataset[Any]:
+    kind = imagefolder_class()
+    if kind is not None:
+        return cast("Dataset[Any]", kind(params["small"], transform, **options))
+    paths = sorted(Path(params["small"]).rglob("*.jpg"))
+    return _PillowFolder([(str(path), int(path.parent.name)) for path in paths], transform)
+
+
+class FolderOfTensors(_Subject):
+    """torchvision the fast way: decoded to tensors, v2 transforms on uint8, over either folder.
+
+    https://docs.pytorch.org/vision/stable/transforms.html#performance-considerations
+    """
+
+    def __init__(self, params: Params) -> None:
+        from torchvision.transforms import v2
+
+        transform = v2.Compose(
+            [v2.RandomResizedCrop(params["crop"], antialias=True), v2.RandomHorizontalFlip()]
+        )
+        dataset: Any
+        if params.get("tensors_of") == "small":
+            dataset, files = _small_folder(params, transform, loader=_decoded), [params["small"]]
+        else:
+            packed = Pixels([params["file"]])
+            files = [str(Path(params["images"]) / key) for key in packed.keys()]  # noqa: SIM118
+            dataset = imagefolder_class()(
+                params["images"], transform, loader=_decoded, is_valid_file=set(files).__contains__
+            )
+        super().__init__(_stock_loader(dataset, params), params, files=files)
+        if not _torchvision_decodes():
+            self.note = "decoded by Pillow: torchvision's decoders cannot be loaded here"
+
+
+def _decoded(path: str) -> Tensor:
+    from torchvision.io import ImageReadMode, decode_image, read_file
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    if _torchvision_decodes():
+        return cast("Tensor", decode_image(read_file(path), mode=ImageReadMode.RGB))
+    with Image.open(path) as image:
+        return cast("Tensor", pil_to_tensor(image.convert("RGB")))
+
+
+@functools.cache
+def _torchvision_decodes() -> bool:
+    """Return whether torchvision's own decoders are there: one built for another torch has none."""
+    from torchvision.io import decode_image
+
+    try:
+        decode_image(torch.frombuffer(bytearray(encode_jpeg(_BLACK, 90)), dtype=torch.uint8))
+    except RuntimeError:
+        return False
+    return True
 
 
 class _UsualDataset(Dataset[tuple[Tensor, int]]):

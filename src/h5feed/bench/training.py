@@ -26,7 +26,7 @@ from typing import Any
 
 from h5feed.bench.compare import crop_in_words, facts, report_of, settings
 from h5feed.bench.contestants import Contestant, contestants, entries
-from h5feed.bench.options import CompareOptions
+from h5feed.bench.options import CompareOptions, stored_side
 from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
 from h5feed.bench.rounds import run
@@ -57,11 +57,11 @@ class TrainOptions:
         return "resnet18" if device == "cuda" else "tiny"
 
 
-def _trained(params: dict[str, Any]) -> tuple[Contestant, ...]:
+def _trained(params: dict[str, Any], side: int | None) -> tuple[Contestant, ...]:
     """Each loader with a model behind it, and the synthetic ceiling."""
     loaders = tuple(
-        replace(one, factory=_TRAINED, params=params | {"inner": one.factory})
-        for one in contestants()
+        replace(one, factory=_TRAINED, params=one.params | params | {"inner": one.factory})
+        for one in contestants(side)
         if not one.ceiling
     )
     synthetic = Contestant(
@@ -112,7 +112,7 @@ def _break_even(file: Path, options: CompareOptions, outcomes: list[Outcome]) ->
     if options.images is None:
         return {}
     rates = {o.name: o.rate for o in outcomes if not o.ceiling and o.rate}
-    today = rates.get(next(one.name for one in contestants() if one.reads_folder))
+    today = rates.get(next(one.name for one in contestants() if one.reads == "folder"))
     seconds = seconds_to_pack(file, options.images)
     if seconds is None or today is None:
         return {}
@@ -144,9 +144,11 @@ def train(
     ((_, workers),) = settings(options, len(pixels))
     model = given.chosen(options.where)
     params = {"model": model, "outputs": max(len(pixels.classes), 2)}
-    taking_part, left_out = entries(_trained(params), pixels, options, workers)
     schedule = replace(options.schedule, cold=0.0)
-    outcomes = run(taking_part, schedule, tell)
+    with tempfile.TemporaryDirectory(prefix="bench-h5-") as small:
+        among = _trained(params, stored_side(pixels))
+        taking_part, left_out = entries(among, pixels, options, workers, Path(small))
+        outcomes = run(taking_part, schedule, tell)
     known = facts(file, options) | {"model": model} | _break_even(file, options, outcomes)
     title = (
         f"Training {model} on {len(pixels):,} pictures "

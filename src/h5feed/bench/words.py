@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from .outcomes import Outcome, suspicions
-from .report import SMOKE_BATCHES, Report, utilization
+from .report import SMOKE_BATCHES, Report, is_ours, utilization
 from .tables import markdown_table, text_table
 
 __all__ = ["as_markdown", "as_text", "headline", "sweep_as_markdown", "sweep_as_text"]
@@ -112,6 +112,10 @@ def headline(report: Report) -> str:
         f"{best.name}: {best.rate:,.0f} img/s, {_speed_up(best, loaders[0])} × {loaders[0].name} "
         f"({loaders[0].rate:,.0f} img/s)"
     )
+    others = [o for o in loaders if not is_ours(o)]
+    rival = max(others, key=lambda o: o.rate or 0, default=None)
+    if rival is not None and rival.rate and rival not in (loaders[0], best):
+        text += f", {_speed_up(best, rival)} × {rival.name} ({rival.rate:,.0f} img/s)"
     ceiling = report.ceiling
     if ceiling is not None and ceiling.rate and best.rate:
         text += f"; {best.rate / ceiling.rate:.0%} of [{ceiling.name}]"
