@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 
 from h5feed.errors import PackError, UsageError
@@ -481,6 +482,27 @@ def test_a_forged_journal_resumes_to_the_same_bytes_or_is_one_sentence(interrupt
     assert len([text for text in said if text.startswith("has an entry behind picture N ")]) == 1
     assert all("--overwrite" in text and text.isprintable() for text in said)
     assert sum(said.values()) > 60
+
+
+def test_a_forged_size_that_no_reader_would_take_is_never_called_done(interrupted, out):
+    resume, _ = interrupted
+
+    def change(data):
+        entries = frames(data)
+        kind = [("index", "<u4"), ("crc32", "<u4"), ("source_shape", "<i4", (2,))]
+        kind += [("bytes", "<i8"), ("shape", "<i4", (2,)), ("box", "<i4", (4,))]
+        rows = np.frombuffer(entries[1][1], kind).copy()
+        rows["shape"][0] = (32, 128)
+        entries[1][1] = rows.tobytes()
+        return joined(entries)
+
+    with pytest.raises(
+        PackError,
+        match=r"^what was packed makes no sound file \(.* has sizes other than 64x64; .*\): "
+        "--overwrite begins anew$",
+    ):
+        resume(change)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from PIL import Image, ImageFile
 
 from h5feed.errors import PackError, UsageError
 from h5feed.feed.facts import file_facts
-from h5feed.packing import PackOptions, blocks, encode, journal, output, pack, run, workers
+from h5feed.packing import PackOptions, blocks, encode, journal, ledger, output, pack, run, workers
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
 from h5feed.packing.output import OutputPaths
@@ -181,6 +181,17 @@ def test_provenance_says_what_made_the_file_and_nothing_of_the_run(folder, out, 
     assert said["counts"] == {"found": 24, "packed": 23, "skipped": {"truncated": 1}}
     assert said["skipped"] == [["cats/005.jpg", "truncated"]]
     assert str(tmp_path) not in json.dumps(said)
+
+
+def test_more_skips_than_provenance_holds_are_counted(folder, out, monkeypatch):
+    """A file whose provenance is too long is one that nobody can open."""
+    make_folder(folder, broken=(5, 6, 7))
+    monkeypatch.setattr(ledger, "_SKIPPED_CHARACTERS", 60)
+    summary = pack(folder, out, size=SIZE, workers=0)
+    said = provenance(out)
+    assert said["counts"]["skipped"] == {"truncated": 3}
+    assert said["skipped"] == [["cats/005.jpg", "truncated"], ["cats/006.jpg", "truncated"]]
+    assert len(summary.skipped) == 3
 
 
 def test_summary_in_words_and_as_json(folder, out):

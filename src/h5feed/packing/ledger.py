@@ -22,13 +22,16 @@ from h5feed.printable import printable
 from h5feed.progress import Progress
 from h5feed.store.check import check_file
 from h5feed.store.fingerprint import canonical_json, fingerprint
-from h5feed.store.layout import Columns
+from h5feed.store.layout import MAX_PROVENANCE, Columns
 from h5feed.store.read import read_index
 from h5feed.store.write import finalize
 
 __all__ = ["Ledger", "finish", "is_finished", "summarize", "versions"]
 
 Array = npt.NDArray[Any]
+
+_SKIPPED_CHARACTERS = MAX_PROVENANCE // 2
+"""What the provenance spends on the names of skipped images."""
 
 
 class Ledger:
@@ -221,6 +224,13 @@ def _provenance(ledger: Ledger) -> dict[str, Any]:
     """Return what made the file, without what differs from run to run of the same input."""
     job = ledger.job
     targets = {"targets": list(job.source.targets)} if job.source.targets else {}
+    skipped, left = [], _SKIPPED_CHARACTERS
+    for skip in ledger.skips:
+        skipped.append([job.name(skip.item), str(skip)])
+        left -= len(canonical_json(skipped[-1]))
+        if left < 0:  # the counts tell of the others
+            del skipped[-1]
+            break
     return targets | {
         "options": job.options.content(),
         "versions": versions(),
@@ -229,5 +239,5 @@ def _provenance(ledger: Ledger) -> dict[str, Any]:
             "packed": ledger.count,
             "skipped": ledger.skipped_by_reason(),
         },
-        "skipped": [[job.name(skip.item), str(skip)] for skip in ledger.skips],
+        "skipped": skipped,
     }

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from h5feed.codec import MAX_PIXELS
 from h5feed.cores import available_cores, available_memory
-from h5feed.errors import PackError, UsageError
+from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.packing.dataset_source import DatasetSource
 from h5feed.packing.encode import Job, Record
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_records, lock
@@ -149,6 +149,10 @@ def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tupl
                 raise PackError(f"none of the {ledger.total:,} pictures can be packed: {why}")
             finish(paths, ledger)
         paths.discard(job.specs)  # all there is to do where a run died after the last rename
+    except H5FormatError as ex:  # after a forged journal: all that this run did itself makes sense
+        raise PackError(
+            f"what was packed makes no sound file ({ex}): --overwrite begins anew"
+        ) from ex
     except (PackError, OSError, MemoryError, KeyboardInterrupt) as ex:
         raise _explain(ex, paths, ledger, journal) from ex
     except BaseException:

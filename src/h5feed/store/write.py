@@ -6,6 +6,7 @@ around the payload. So pixels are written once, by as many processes as there ar
 and HDF5, which crashes where a write fails, never meets a disk that is full.
 """
 
+import encodings.ascii  # noqa: F401 - h5py wants it for a file object, when no descriptor may be left
 import errno
 import os
 import stat
@@ -19,6 +20,7 @@ import numpy as np
 
 from h5feed.store.fingerprint import canonical_json, fingerprint
 from h5feed.store.layout import ALIGNMENT, FORMAT, FORMAT_VERSION, LIBVER, Columns, FieldSpec
+from h5feed.store.read import read_index
 
 __all__ = [
     "create_file",
@@ -65,6 +67,7 @@ def finalize(
     offsets: Arrays,
     shapes: Arrays,
     side: Mapping[str, Path],
+    check: bool = True,
 ) -> None:
     """Turn the payload in `partial` into the finished file `out`, all or nothing.
 
@@ -72,7 +75,7 @@ def finalize(
     names a plain file for each further field, items back to back from byte 0. Fields that are
     not fixed bring `offsets` (int64, N+1) and `shapes` (int32, N×2). Interrupted anywhere, it
     can simply be called again: the payload in `partial` is never overwritten. Raises OSError
-    that names the file.
+    that names the file, and H5FormatError where `check` finds that no reader would open it.
     """
     rest, places = _around_pixels(fields, columns, provenance, offsets, shapes)
     first = fields[0].name
@@ -90,6 +93,8 @@ def finalize(
         sync_file(target, partial)
     finally:
         os.close(target)
+    if check:
+        read_index(partial)
     partial.replace(out)
     _sync_folder(out.parent)
     for path in side.values():
@@ -108,7 +113,8 @@ def write_file(
     """Write a whole file from items in memory: the same bytes as packing would give.
 
     `payloads` has every field's items in order; `shapes` the stored sizes (int32, N×2) of the
-    items of fields that are not fixed. What fails leaves nothing behind.
+    items of fields that are not fixed. What fails leaves nothing behind. Whether the items make
+    sense is not checked: that is for the gate to find out.
     """
     partial = out.with_name(out.name + ".partial")
     offsets: dict[str, np.ndarray[Any, Any] | None] = {}
@@ -128,6 +134,7 @@ def write_file(
             offsets=offsets,
             shapes=shapes or {},
             side=side,
+            check=False,
         )
     except BaseException:
         for path in (partial, *side.values()):
