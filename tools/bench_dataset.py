@@ -99,7 +99,7 @@ def compare_workers(options: argparse.Namespace) -> None:
 def compare_collate(options: argparse.Namespace) -> None:
     """Microseconds an image to make a batch of views, on one thread."""
     torch.set_num_threads(1)
-    packed = H5Dataset(options.file)
+    packed = H5Dataset(options.file, aspect="stored")
     samples = packed.__getitems__(range(BATCH))
     views = [image for image, _ in samples]
     reused = torch.stack([view.permute(1, 2, 0) for view in views])

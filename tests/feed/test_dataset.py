@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import tracemalloc
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import h5py
@@ -17,6 +18,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
 
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.facts import channel_stats
+from h5feed.feed.loader import H5Loader
 from mapped import is_view, maps_of
 from packed import image_spec, random_images, write_packed
 
@@ -336,7 +339,30 @@ def test_a_transform_meets_squeezed_images_only_where_that_was_said(tmp_path, im
     assert pickle.loads(pickle.dumps(asked))[3][0] == asked[3][0]
     assert H5Dataset(path, output="pil", transform=lambda image: image.size)[3][0] == (42, 32)
     assert H5Dataset(path, output="pil", aspect="stored")[3][0].size == (32, 32)
-    assert H5Dataset(path, target_transform=str)[3][1] == "1"  # H5Loader takes it too
+    H5Dataset(path, target_transform=str)  # for H5Loader
+
+
+def test_the_first_squeezed_image_comes_with_a_warning_where_nobody_asked(tmp_path, images):
+    path = write_packed(tmp_path / "s.h5", images, source_shapes=[[60, 80]] * 10)
+    for output in ("tensor", "numpy"):
+        ds = H5Dataset(path, output=output)
+        wrapped = Subset(ds, [4, 5])  # as random_split gives it, to be transformed outside
+        text = "^" + re.escape(f"ds[i] gives squeezed images: {path} has fit=stretch, which stores")
+        with pytest.warns(UserWarning, match=text):
+            wrapped[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wrapped[1], ds[0]
+        with pytest.raises(UsageError, match="transform would see squeezed images"):
+            ds.transform = torch.Tensor.float
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for asked in ({"aspect": "stored"}, {"aspect": "source"}, {"output": "pil"}):
+            H5Dataset(path, **asked)[0]
+        H5Dataset(write_packed(tmp_path / "a.h5", images))[0]
+        with H5Loader(H5Dataset(path), 5) as loader:
+            list(loader)
+        channel_stats(H5Dataset(path))
 
 
 def test_images_within_a_pixel_of_their_proportions_are_not_squeezed(tmp_path, images):

@@ -1,6 +1,7 @@
 """`H5Dataset`: a packed file where torchvision's ImageFolder was."""
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -73,7 +74,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         one (short side as stored) and cuts a padded one out of its letterbox; then images have
         different sizes. `aspect="stored"` hands images out as they lie in the file. By default
         it is "source" with `output="pil"`, as ImageFolder's images are, and else "stored"; but a
-        `transform` never meets squeezed images unless `aspect="stored"` says so.
+        `transform` never meets squeezed images unless `aspect="stored"` says so, and the first
+        that `ds[i]` gives otherwise comes with a warning. H5Loader needs none of this.
 
         `target_dtype` is what labels and masks are made before `target_transform` gets them: most
         losses want masks as torch.int64, and they are stored as uint8, an eighth of the bytes.
@@ -95,6 +97,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
             )
         self._output: Output = output
         self._given_aspect: Aspect | None = aspect
+        self._unasked = self.aspect == "stored" and aspect is None
+        self._warns = self._unasked
         self._target_dtype = target_dtype
         self.max_pixels = max_pixels
         self.pixels = Pixels(expand_paths(path))
@@ -109,6 +113,10 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         at = self._plain(index)
+        if self._warns:
+            self._warns = False
+            if squeezed := self._squeezed():  # for whoever transforms what comes from here
+                warnings.warn(f"ds[i] gives {squeezed}", stacklevel=2)
         image = self._image(at)
         if self.transform is not None:
             image = self.transform(image)
@@ -147,8 +155,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
-        if transform is not None and self._given_aspect is None and self.aspect == "stored":
-            self._refuse_squeezed()
+        if transform is not None and self._unasked and (squeezed := self._squeezed()):
+            raise UsageError(f"transform would see {squeezed}")
         self._transform = transform
 
     @property
@@ -255,17 +263,18 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
             return lambda index: torch.tensor(labels.item(index), dtype=dtype)
         return labels.item
 
-    def _refuse_squeezed(self) -> None:
-        """Raise UsageError where a transform would see squeezed images unasked."""
+    def _squeezed(self) -> str | None:
+        """Say that images come squeezed, by the first that does; None where none does."""
         at = first_squeezed(self.pixels)
-        if at is not None:
-            spec, (height, width) = self.pixels.specs["images"], self.pixels.source_shapes[at]
-            raise UsageError(
-                f"transform would see squeezed images: {self.pixels.name} has fit=stretch, which "
-                f"stores item {at} of {height}x{width} as {spec.height}x{spec.width}; give "
-                'aspect="source" for images in true proportions, or aspect="stored" for the '
-                "squeezed ones as they are"
-            )
+        if at is None:
+            return None
+        spec, (height, width) = self.pixels.specs["images"], self.pixels.source_shapes[at]
+        return (
+            f"squeezed images: {self.pixels.name} has fit=stretch, which stores item {at} of "
+            f"{height}x{width} as {spec.height}x{spec.width}; give "
+            'aspect="source" for images in true proportions, or aspect="stored" for the '
+            "squeezed ones as they are"
+        )
 
     def _plain(self, index: int) -> int:
         """Return 0 ≤ index < N for an index that may count from the end."""

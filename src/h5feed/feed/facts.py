@@ -11,6 +11,8 @@ import numpy as np
 
 from h5feed.cores import available_cores
 from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.picture import picture_reader
+from h5feed.feed.source import Pixels
 from h5feed.store import FileIndex, read_index
 
 __all__ = ["ChannelStats", "channel_stats", "class_counts", "file_facts"]
@@ -39,13 +41,15 @@ def channel_stats(
     Transforms are left out. With `limit`, at most that many images are read, evenly spaced.
     `progress(n)` is called as n more images are done.
     """
-    plain = ds if ds.transform is None and ds.output == "numpy" else _plain(ds)
+    read = picture_reader(ds.pixels, "images", output="numpy", aspect="stored")
     count = len(ds) if limit is None else min(limit, len(ds))
     chosen = np.linspace(0, len(ds) - 1, count).round().astype(np.int64)
     total = np.zeros((3, 3))  # pixels, sum and sum of squares, by channel
     with ThreadPoolExecutor(available_cores()) as pool:
         blocks = [chosen[at : at + _BLOCK] for at in range(0, count, _BLOCK)]
-        for block, sums in zip(blocks, pool.map(lambda b: _sums(plain, b), blocks), strict=True):
+        for block, sums in zip(
+            blocks, pool.map(lambda b: _sums(ds.pixels, read, b), blocks), strict=True
+        ):
             total += sums
             if progress is not None:
                 progress(len(block))
@@ -101,18 +105,16 @@ def file_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def _plain(ds: H5Dataset) -> H5Dataset:
-    return H5Dataset(ds.pixels.paths, output="numpy", max_pixels=ds.max_pixels)
-
-
-def _sums(ds: H5Dataset, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
-    ds.pixels.announce(indices)
+def _sums(
+    pixels: Pixels, read: Callable[[int], Any], indices: np.ndarray[Any, np.dtype[np.int64]]
+) -> Any:
+    pixels.announce(indices, ["images"])
     sums = np.zeros((3, 3))
     for at in indices.tolist():
-        image = ds[at][0]
-        pixels = image.shape[0] * image.shape[1]
+        image = read(at)
+        count = image.shape[0] * image.shape[1]
         mean, std = (part.ravel() for part in cv2.meanStdDev(image))
-        sums += pixels * np.stack([np.ones(3), mean, std**2 + mean**2])
+        sums += count * np.stack([np.ones(3), mean, std**2 + mean**2])
     return sums
 
 
