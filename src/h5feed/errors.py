@@ -12,7 +12,7 @@ class H5FormatError(H5FeedError, ValueError):
 
 
 class DamagedItemError(H5FeedError):
-    """One item of a sound file cannot be decoded; the text names file, key and index."""
+    """One item of a file cannot be decoded or augmented; the text names file, key and index."""
 
 
 class PackError(H5FeedError):

@@ -6,7 +6,7 @@ import torch
 
 from augment.draws import FakeDraws, Given
 from augment.judge import assert_close, assert_drawn_alike, assert_independent, images, planar, run
-from h5feed.augment import CenterCrop, Pipeline, RandomCrop, Resize
+from h5feed.augment import CenterCrop, Grayscale, Pipeline, RandomCrop, Resize
 from h5feed.augment.crop_cpu import readable
 from h5feed.errors import UsageError
 
@@ -131,3 +131,23 @@ def test_torch_reads_read_only_pixels_in_place_without_a_warning():
         torch.set_warn_always(False)
     assert tensor.data_ptr() == pixels.ctypes.data
     assert tensor.tolist() == pixels.tolist()
+
+
+@pytest.mark.parametrize("op", [Resize(32, max_size=64), Resize(None, max_size=64)])
+@pytest.mark.parametrize("size", [(1, 400), (400, 1)])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_a_resize_leaves_a_pixel_of_the_thinnest_image(op, size, antialias):
+    _, _, out = run([op, CenterCrop(8)], images(1, *size), Given([[0]]), antialias=antialias)
+    assert out.shape == (1, 8, 8, 3)
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+def test_one_channel_is_resized_and_surrounded(antialias):
+    _, _, out = run(
+        [Grayscale(1), Resize(3), CenterCrop(8)],
+        images(2, 6, 6),
+        Given([[0]] * 2),
+        antialias=antialias,
+    )
+    assert out.shape == (2, 8, 8, 1)
+    assert out[:, 2:5, 2:5].any()

@@ -80,6 +80,17 @@ def test_soft_labels_mix_as_they_are_and_numbers_need_their_count():
         mix_labels(LABELS, 0.5, None)
 
 
+@pytest.mark.parametrize(("label", "classes"), [(9, 9), (-1, 10)])
+def test_a_label_outside_the_classes_is_refused(label, classes):
+    labels = torch.tensor([3, 0, label, 3])
+    with pytest.raises(UsageError) as caught:
+        mix_labels(labels, 0.5, classes)
+    assert str(caught.value) == (
+        f"Mixup and CutMix met label {label}, and num_classes={classes} means 0 to {classes - 1}: "
+        "give num_classes above every label, and leave items without a class (-1) out by indices="
+    )
+
+
 def test_without_mixing_labels_stay_numbers():
     pipeline, params, _ = run([], images(5, 8, 8), FakeDraws(range(5)))
     assert not pipeline.uses_batch

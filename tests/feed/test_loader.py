@@ -593,11 +593,40 @@ def test_refuses_a_wrong_argument(ds, options, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("op", [augment.Mixup, augment.CutMix])
+def test_mixing_needs_the_number_of_classes_of_a_file_that_has_none(tmp_path, op):
+    images = random_images(8, (8, 8))
+    path = write_packed(tmp_path / "n.h5", images, labels=np.arange(8) % 4, classes=())
+    loader = H5Loader(H5Dataset(path), 4, augment=[op()])
+    with loader, pytest.raises(UsageError, match="how many classes there are: give num_classes"):
+        list(loader)
+    with H5Loader(H5Dataset(path), 4, augment=[op(num_classes=4)]) as loader:
+        assert all(targets.shape == (4, 4) for _, targets in loader)
+
+
+def test_asking_a_sampler_leaves_the_generators_of_gpus_alone(ds, monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.random.get_rng_state()
+    loader = H5Loader(ds, 4, sampler=WeightedRandomSampler([1.0] * 12, 12))
+    assert sum(len(labels) for _, labels in loader) == 12
+    assert seeded == []
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class RASampler(SequentialSampler):
+    """As timm has some: no DistributedSampler, and split by rank all the same."""
+
+    num_replicas, rank = 2, 0
+
+
 def test_refuses_foreign_datasets_transforms_and_samplers(ds):
     with pytest.raises(UsageError, match="is no H5Dataset; for any other dataset use torch's"):
         H5Loader([1, 2, 3], 4)
-    with pytest.raises(UsageError, match="DistributedSampler would be split among the ranks twice"):
-        H5Loader(ds, 4, sampler=DistributedSampler(ds, num_replicas=2, rank=0))
+    for sampler in (DistributedSampler(ds, num_replicas=2, rank=0), RASampler(ds)):
+        text = f"sampler={type(sampler).__name__} would be split among the ranks twice: .* leave sa"
+        with pytest.raises(UsageError, match=text):
+            H5Loader(ds, 4, sampler=sampler)
     batches = BatchSampler(SequentialSampler(ds), 3, drop_last=False)
     with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
         iter(H5Loader(ds, 4, sampler=batches))

@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import cv2
 import numpy as np
 import psutil
 import pytest
 import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
+from h5feed.augment.crop_cpu import crop_image
 from h5feed.codec import encode_jpeg
 from h5feed.feed.fields import Augmented
 from h5feed.jpeg_header import read_header
@@ -297,6 +299,34 @@ def test_io_is_map_or_read(ds):
     text = 'io="read" reads each batch, and residency="pinned" copies the mapped files beforehand'
     with pytest.raises(UsageError, match=text):
         H5Loader(ds, 4, io="read", residency="pinned")
+
+
+@pytest.mark.parametrize("encoding", ["raw", "original"])
+def test_skip_covers_what_an_augmentation_cannot_take(tmp_path, encoding, monkeypatch):
+    def cv2_refuses(row, image, out, fill):
+        crop_image(row, cv2.resize(image, (0, 0)) if image.shape[0] == 1 else image, out, fill)
+
+    monkeypatch.setattr("h5feed.augment.stages.crop_image", cv2_refuses)
+    shapes = np.int32([[8, 8]] * 8)
+    shapes[3] = 1, 1
+    stored = [np.zeros((*shape, 3), np.uint8) for shape in shapes.tolist()]
+    if encoding == "original":
+        stored = [jpeg_bytes(image) for image in stored]
+    spec = image_spec(encoding, (0, 0) if encoding == "original" else (8, 8), "keep")
+    ds = H5Dataset(write_packed(tmp_path / "a.h5", stored, spec=spec, stored_shapes=shapes))
+    options = {"augment": [augment.Resize((8, 8))], "shuffle": False}
+    with H5Loader(ds, 4, on_error="skip", with_index=True, **options) as loader:
+        assert [i for *_, found in loader for i in found.tolist()] == [0, 1, 2, 0, 4, 5, 6, 7]
+        assert loader.stats()["skipped"] == 1
+    with H5Loader(ds, 4, **options) as loader, pytest.raises(DamagedItemError) as caught:
+        list(loader)
+    text = str(caught.value)
+    assert "a.h5: item 3 of /images (key '1/ü3.png') cannot be augmented: OpenCV" in text
+    assert text.endswith(', and on_error="skip" goes on without them')
+    assert "check-h5" not in text
+    alone = H5Loader(ds, 1, indices=[3], on_error="skip", **options)
+    with alone, pytest.raises(DamagedItemError, match="no whole item in this batch of 1 to stand"):
+        list(alone)
 
 
 def test_skip_needs_one_whole_sample(tmp_path):

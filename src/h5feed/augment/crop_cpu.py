@@ -116,7 +116,8 @@ def resized(src: Image, height: int, width: int, antialias: int) -> Image:
         return src
     if antialias:
         return _antialiased(src, height, width)
-    return cv2.resize(src, (width, height), interpolation=cv2.INTER_LINEAR)
+    made = cv2.resize(src, (width, height), interpolation=cv2.INTER_LINEAR)
+    return made.reshape(height, width, *src.shape[2:])  # cv2 drops an axis of one channel
 
 
 def place(src: Image, out: Image, top: int, left: int, fill: tuple[float, ...]) -> None:

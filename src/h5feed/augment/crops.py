@@ -104,11 +104,11 @@ class Resize(AxisOp):
         return int(height[0]), int(width[0])
 
     def _sizes(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
-        """Return heights and widths as torchvision computes them (truncated)."""
+        """Return heights and widths as torchvision computes them (truncated), but at least 1."""
         short, long = np.minimum(height, width), np.maximum(height, width)
         if self.size is None:
             assert self.max_size is not None
-            new_short = (self.max_size * short / long).astype(np.int64)
+            new_short = np.maximum((self.max_size * short / long).astype(np.int64), 1)
             new_long = np.full_like(long, self.max_size)
         else:
             new_short = np.full_like(short, check_size(self, "size", self.size)[0])
@@ -116,7 +116,7 @@ class Resize(AxisOp):
         if self.max_size is not None:
             over = new_long > self.max_size
             fitted = (self.max_size * new_short / new_long).astype(np.int64)
-            new_short = np.where(over, fitted, new_short)
+            new_short = np.where(over, np.maximum(fitted, 1), new_short)
             new_long = np.where(over, self.max_size, new_long)
         tall = height > width
         return np.where(tall, new_long, new_short), np.where(tall, new_short, new_long)

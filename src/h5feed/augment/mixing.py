@@ -78,12 +78,19 @@ class CutMix(MixOp):
 def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> torch.Tensor:
     """Return float32 (B, K) mixed targets from int64 (B,) or float (B, K) ones.
 
-    Raises UsageError for class numbers without `num_classes`.
+    Raises UsageError for class numbers without `num_classes`, or outside them.
     """
     if labels.ndim == 1:
         if num_classes is None:
             raise UsageError(
                 "Mixup and CutMix need to know how many classes there are: give num_classes"
+            )
+        wrong = labels[(labels < 0) | (labels >= num_classes)]
+        if len(wrong):
+            raise UsageError(
+                f"Mixup and CutMix met label {wrong[0].item()}, and num_classes={num_classes} "
+                f"means 0 to {num_classes - 1}: give num_classes above every label, and leave "
+                "items without a class (-1) out by indices="
             )
         labels = labels[:, None] == torch.arange(num_classes, device=labels.device)
     labels = labels.float()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import Sampler
 
 from h5feed.errors import UsageError
 from h5feed.feed.order import BlockShuffle, FullShuffle, Listed, Order, Sequential
@@ -105,10 +105,11 @@ def _check_sampler(sampler: Any, shuffle: Shuffle | None, indices: Any) -> None:
         raise UsageError(
             "sampler decides the order alone: leave shuffle and indices out, or leave it out"
         )
-    if isinstance(sampler, DistributedSampler):
+    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
         raise UsageError(
-            "sampler=DistributedSampler would be split among the ranks twice: H5Loader does it "
-            "by rank and world_size, taken from torch.distributed; leave sampler out"
+            f"sampler={type(sampler).__name__} would be split among the ranks twice: H5Loader does "
+            "it by rank and world_size, taken from torch.distributed; leave sampler out, or give "
+            "one of all ranks' samples together"
         )
     if not hasattr(sampler, "__len__"):
         raise UsageError(f"sampler={sampler!r} has no len(); H5Loader needs one that has")
@@ -127,7 +128,8 @@ def _ask(sampler: Any, seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     """
     _tell(sampler, epoch)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(hash_ints(seed, epoch) >> 1)
+        # not torch.manual_seed: that seeds every GPU's generator, too, and those are the trainer's
+        torch.default_generator.manual_seed(hash_ints(seed, epoch) >> 1)
         indices = _as_indices(list(sampler), count, "sampler")
     if len(indices) != len(sampler):
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,8 +30,6 @@ _WORTH = 3 << 18  # bytes of those for a job: 256 of CIFAR's
 class Field:
     """Base: what fills one field's rows. Subclasses say how."""
 
-    may_fail = False
-    """Whether `fill` may meet an item that cannot be decoded, or read."""
     least = 1
     """Rows worth a job of their own. Small pictures are copied many by one call, whose Python
     holds the GIL as long for a few: on two threads CIFAR's come a third faster by 256 than by 128.
@@ -38,7 +37,6 @@ class Field:
 
     def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
         self.pixels = pixels
-        self.may_fail = self.may_fail or not pixels.mapped
         self.name = name
         self.rings = rings
         """One per view."""
@@ -52,6 +50,10 @@ class Field:
 
     def damaged(self, index: int, reason: object, then: str = GO_ON) -> DamagedItemError:
         """Make the error that names file, field, index and key of an item."""
+        if isinstance(reason, cv2.error):
+            place = self.pixels.place(self.name, index)
+            why = " ".join(str(reason).split())
+            return DamagedItemError(f"{place} cannot be augmented: {why}{then}")
         return self.pixels.damaged(self.name, index, cannot_be(reason), then)
 
 
@@ -78,8 +80,6 @@ class WholeItems(Field):
 
 class Decoded(Field):
     """JPEG items decoded straight into their rows: for a device, or where nothing is changed."""
-
-    may_fail = True
 
     def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
         super().__init__(pixels, name, rings)
@@ -150,8 +150,6 @@ class DecodedAndAugmented(Field):
     libjpeg's scaled decoding would save up to a fifth where crops are small, and be 30 to 37 dB
     from the right pixels (tools/bench_decode.py): left out.
     """
-
-    may_fail = True
 
     def __init__(
         self, pixels: Pixels, name: str, rings: Sequence[Ring], pipeline: Pipeline

@@ -155,7 +155,7 @@ def choose_pipeline(
     pipeline.bind(
         size,
         encoding="yuv420" if spec.encoding == "yuv420" else "raw",
-        num_classes=len(pixels.classes) if pixels.labels.ndim == 1 else None,
+        num_classes=len(pixels.classes) or None,
     )
     return pipeline, on_device, reason
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import cv2
 import numpy as np
 
 from h5feed.augment import Params
@@ -111,14 +112,27 @@ class Work:
             self._finish()
 
     def _fill(self, field: Field, slots: Sequence[Slot], begin: int, end: int) -> None:
-        if self._epoch.recipe.on_error == "raise" or not field.may_fail:
+        try:
             field.fill(self.indices[begin:end], self._params, begin, slots)
-            return
+        except (DamagedItemError, cv2.error) as ex:
+            if getattr(ex, "code", 0) == cv2.Error.StsNoMem:
+                raise  # no fault of an item
+            self._fill_each(field, slots, begin, end)
+
+    def _fill_each(self, field: Field, slots: Sequence[Slot], begin: int, end: int) -> None:
+        """Fill rows begin to end one by one, and note those that cannot be, or raise for one."""
         for k in range(begin, end):
             try:
                 field.fill(self.indices[k : k + 1], self._params, k, slots)
+                continue
             except DamagedItemError as ex:
-                self._damage[k] = field, ex
+                error = ex
+            except cv2.error as ex:
+                error = field.damaged(int(self.indices[k]), ex)
+                error.__cause__ = ex
+            if self._epoch.recipe.on_error == "raise":
+                raise error
+            self._damage[k] = field, error
 
     def _finish(self) -> None:
         if self.error is None and not self._epoch.cancelled:
