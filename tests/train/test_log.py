@@ -1,4 +1,5 @@
 import errno
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
         H5FeedError, match=r"metrics\.jsonl could not be written: No space left on "
     ):
         log.write("train", 1, 0, {"loss": 1.0})
+
+
+def test_a_full_disk_at_the_beginning_leaves_the_old_run(tmp_path, monkeypatch):
+    config = make_config(tmp_path)
+    train(config, make_data(config))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(_handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(H5FeedError, match=r"^--out .* could not be written: No space left on devi"):
+        train(replace(config, overwrite=True, epochs=1), make_data(config))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):

@@ -69,16 +69,24 @@ class MetricsLog:
         if self._path is None:
             return
         config, out = self._config, self._config.out
-        if not config.resume:
-            for name in (LAST, BEST, CURVES):
-                (out / name).unlink(missing_ok=True)
-        kept: list[dict[str, Any]] = []
-        if config.resume:
-            kept = [line for line in read_metrics(self._path) if line["step"] <= self._step]
-        with replaced(self._path) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
-        # What was asked of this call alone would, read back, replace a run unasked.
-        write_config(replace(config, resume=False, overwrite=False), out / "config.json")
+        try:
+            # What was asked of this call alone would, read back, replace a run unasked.
+            write_config(replace(config, resume=False, overwrite=False), out / "config.json")
+            kept: list[dict[str, Any]] = []
+            if config.resume:
+                kept = [line for line in read_metrics(self._path) if line["step"] <= self._step]
+            with replaced(self._path) as file:
+                file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+            if not config.resume:
+                for name in (
+                    LAST,
+                    BEST,
+                    CURVES,
+                ):  # last: a full disk leaves what can be gone on with
+                    (out / name).unlink(missing_ok=True)
+        except OSError as ex:
+            said = f"--out {out} could not be written: {ex.strerror}"
+            raise H5FeedError(f"{said}. Make room, or name another folder") from ex
         if config.debug.tensorboard:
             self._board = _summary_writer(out, self._step)
 
