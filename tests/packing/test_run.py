@@ -626,6 +626,16 @@ def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkey
     assert pack(folder, out, size=SIZE, workers=0, resume=True).items == 24
 
 
+def test_a_library_that_cannot_be_loaded_leaves_nothing_behind(folder, out, monkeypatch):
+    def unloadable(*args):
+        raise ImportError("libtorch_cpu.so: failed to map segment")
+
+    monkeypatch.setattr(encode, "fit_image", unloadable)
+    with pytest.raises(ImportError, match="failed to map segment"):
+        pack(folder, out, size=SIZE, workers=0)
+    assert names(out.parent) == []
+
+
 def test_too_many_open_files_end_the_run_and_skip_nothing(folder, out, monkeypatch):
     monkeypatch.setattr(encode, "_encode", failing_with(errno.EMFILE))
     said = r"^cannot read cats/000\.jpg: Too many open files; nothing was kept$"

@@ -156,7 +156,8 @@ def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tupl
     except (PackError, OSError, MemoryError, KeyboardInterrupt) as ex:
         raise _explain(ex, paths, ledger, journal) from ex
     except BaseException:
-        if isinstance(job.source, DatasetSource):  # an item is not what packing takes
+        # An item is not what packing takes, a dataset ends the program, a library can't be loaded.
+        if not _is_kept(ledger, journal):
             paths.discard(job.specs)
         raise
     return ledger, resumed
@@ -243,6 +244,11 @@ def _worker_count(ledger: Ledger) -> int:
     return min(wanted, ledger.total - ledger.stop)
 
 
+def _is_kept(ledger: Ledger, journal: Journal) -> bool:
+    """Whether there is something to resume from: a dataset begins anew each time."""
+    return bool(journal.stop and ledger.count) and isinstance(ledger.job.source, Source)
+
+
 def _explain(
     error: PackError | OSError | MemoryError | KeyboardInterrupt,
     paths: OutputPaths,
@@ -256,7 +262,7 @@ def _explain(
         what = "out of memory"
     else:
         what = str(error) or "interrupted"
-    if not (journal.stop and ledger.count) or isinstance(ledger.job.source, DatasetSource):
+    if not _is_kept(ledger, journal):
         paths.discard(ledger.job.specs)
         kept = "nothing was kept"
     else:
