@@ -1,5 +1,6 @@
 """Small packed files made in memory, for tests that are not about packing."""
 
+import os
 import zlib
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     if sources is None:
         sources = np.tile(np.int32([spec.height or 1, spec.width or 1]), (count, 1))
     keys = kwargs.get("keys") or [f"{i % max(1, len(classes))}/ü{i}.png" for i in range(count)]
-    key_bytes = [key.encode() for key in keys]
+    key_bytes = [os.fsencode(key) for key in keys]
     crc = np.zeros(count, np.uint32)
     for name in payloads:
         for i, item in enumerate(payloads[name]):

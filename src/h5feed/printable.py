@@ -1,10 +1,37 @@
-"""File names and class names as one line that a terminal can be trusted with."""
+"""Names and texts that a terminal can be trusted with: all that a command prints goes through here.
 
-__all__ = ["printable"]
+What a file or a folder is called, and what a packed file says of itself, may be anybody's: control
+characters move the cursor and color the screen, bidirectional ones turn what is read around.
+"""
+
+import json
+import sys
+from typing import Any, TextIO
+
+__all__ = ["printable", "printable_json", "say"]
 
 
-def printable(text: str) -> str:
-    """Return `text` with line ends, control characters and undecodable bytes escaped."""
+def printable(text: str, most: int | None = None) -> str:
+    """Return `text` with line ends, control characters and undecodable bytes escaped.
+
+    With `most`, at most so many characters of it.
+    """
+    if most is not None and len(text) > most:
+        return printable(text[: most - 1]) + "…"
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def printable_json(value: Any, *, indent: int | None = None) -> str:
+    """Return `value` as JSON that reads back as the same, with such characters escaped in it."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print `text`, line by line, on `stream` (stdout)."""
+    lines = "\n".join(map(printable, text.split("\n")))
+    print(lines, file=stream or sys.stdout, flush=True)

@@ -7,6 +7,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from h5feed.printable import printable, say
+
 __all__ = ["Progress"]
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -63,14 +65,14 @@ class Progress:
         if self._bar is not None:
             self._bar.update(count)
         elif self._stream is not None and self._is_time():
-            print(self.line(), file=self._stream, flush=True)
+            say(self.line(), self._stream)
 
     def say(self, text: str) -> None:
         """Write one line, above the bar where there is one."""
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            self._bar.write("\n".join(map(printable, text.split("\n"))), file=self._stream)
         elif self._stream is not None:
-            print(text, file=self._stream, flush=True)
+            say(text, self._stream)
 
     def note(self, text: str) -> None:
         """Set the short text shown behind the numbers."""

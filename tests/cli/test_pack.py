@@ -118,3 +118,26 @@ def test_a_terminal_shows_a_bar(folder, out, columns):
     assert "packing: 100%" in text
     assert "24/24" in text
     assert "skipped cats/003.jpg: truncated" in text
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J\x9b\x07", "\u202e\u2066", "\udce9\n\r\u2028"])
+def test_no_name_of_a_file_can_write_on_the_terminal(tmp_path, capsys, text):
+    """The source's folders and files, one of them broken, and OUT."""
+    folder = make_folder(tmp_path / text / "pictures")
+    (folder / "cats").rename(folder / f"{text}cats")
+    (folder / f"{text}cats" / f"{text}.jpg").write_bytes(b"x")
+    out = tmp_path / text / f"{text}.h5"
+    said = []
+    for status, args in (
+        (0, [folder, out]),
+        (2, [folder, out]),
+        (0, [folder, out, "--overwrite", "--json"]),
+        (1, [folder, out, "--overwrite", "--on-error", "fail"]),
+        (2, [folder, out, "--overwrite", "--masks", tmp_path / text / f"{text}none"]),
+        (2, [folder, out, "--overwrite", "--manifest", tmp_path / text / f"{text}.csv"]),
+        (2, [tmp_path / f"{text}none", out, "--overwrite"]),
+    ):
+        assert pack_h5(*args, "--size", 32, "--workers", 0) == status, args
+        said += capsys.readouterr()
+    assert sum("skipped" in text for text in said) >= 3
+    assert all(line.isprintable() for text in said for line in text.split("\n")), said

@@ -9,7 +9,7 @@ from PIL import Image
 
 from h5feed.cli import check, show
 from h5feed.store import read_index
-from packed import random_images, write_packed
+from packed import random_images, write_packed, write_provenance
 
 
 @pytest.fixture
@@ -65,6 +65,91 @@ def test_names_cannot_write_on_the_terminal(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "  a\\nb " in out
     assert "  \\x1b[31m " in out
+
+
+HOSTILE = {
+    "control": "\x1b]0;x\x07\x1b[2J\x08\x7f\x9b",
+    "bidi": "\u202e\u2066gnp.exe\u2069\u200f",
+    "surrogates": "\udce9\udcff\n\r\t\v\u2028\u0085",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_nothing_of_a_file_can_write_on_the_terminal(tmp_path, capsys, text):
+    """Class, key, path and provenance, in words, in JSON, and in errors."""
+    path = write_packed(
+        tmp_path / f"{text}.h5",
+        random_images(3),
+        classes=(f"{text}1", f"{text}2"),
+        keys=[f"{text}{i}" for i in range(3)],
+    )
+    made = {"options": {text: [text]}, "skipped": [[text, text]], text: text}
+    write_provenance(path, json.dumps(made))
+    damage(path, 1)
+    (tmp_path / f"{text}.txt").write_text("x")
+    sheet = ["--sheet", str(tmp_path / f"{text}.png")]
+    texts, values = [], []
+    for command, args in (
+        (show, []),
+        (show, sheet),
+        (show, ["--stats"]),
+        (check, []),
+        (show, ["--json", *sheet]),
+        (check, ["--json"]),
+    ):
+        command.main([str(path), *args])
+        said = capsys.readouterr()
+        texts += [said.out, said.err]
+        if "--json" in args:
+            values.append(json.loads(said.out))
+    for bad in (tmp_path / f"{text}.txt", tmp_path / f"{text}.none"):
+        assert show.main([str(bad)]) == 1
+        texts += capsys.readouterr()
+        assert check.main([str(bad)]) == 1
+        texts += capsys.readouterr()
+    assert show.main([str(path), "--sheet", str(path)]) == 2
+    texts += capsys.readouterr()
+    assert all(line.isprintable() for said in texts for line in said.split("\n")), texts
+    shown, checked = values
+    assert (shown["path"], shown["provenance"]) == (str(path), made)
+    assert list(shown["class_counts"]) == [f"{text}1", f"{text}2"]
+    assert checked["damaged"][0]["key"] == f"{text}1"
+
+
+@pytest.mark.parametrize(
+    "made", [{"options": 7, "skipped": 7}, {"options": [1], "skipped": {"a": 1}}, {"options": "x"}]
+)
+def test_provenance_of_another_make_is_shown(packed, capsys, made):
+    write_provenance(packed, json.dumps(made))
+    assert show.main([str(packed)]) == 0
+    assert f"packed with: {json.dumps(made['options'])}\n" in capsys.readouterr().out
+
+
+def test_a_class_of_a_very_long_name_does_not_fill_the_screen(tmp_path, capsys):
+    path = write_packed(tmp_path / "a.h5", random_images(2), classes=("x" * 10**6, "y"))
+    sheet = str(tmp_path / "s.png")
+    assert show.main([str(path), "--sheet", sheet]) == 0
+    out = capsys.readouterr().out
+    assert "x" * 59 + "…" in out
+    assert len(out) < 2000
+
+
+def test_show_names_what_cannot_be_read_and_why(packed, tmp_path, capsys, monkeypatch):
+    start, _ = read_index(packed).extents["images"].item_range(2)
+    pread = os.pread
+
+    def failing(fd, length, at):
+        if at == start:
+            raise OSError(5, "Input/output error")
+        return pread(fd, length, at)
+
+    monkeypatch.setattr("os.pread", failing)
+    assert show.main([str(packed)]) == 0
+    capsys.readouterr()
+    for args in (["--stats"], ["--sheet", str(tmp_path / "s.png")]):
+        assert show.main([str(packed), *args]) == 1
+        said = "item 2 of /images (key '0/ü2.png') cannot be read: Input/output error (errno 5); "
+        assert said in capsys.readouterr().err
 
 
 def test_check_of_a_refused_and_of_a_missing_file(tmp_path, capsys):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from h5feed import H5Dataset
 from h5feed.errors import UsageError
 from h5feed.feed.sheet import class_colors, contact_sheet
 from packed import random_images, write_packed
@@ -88,6 +89,15 @@ def test_targets_and_a_very_wide_picture(tmp_path):
     images = random_images(2, (8, 8))
     path = write_packed(tmp_path / "a.h5", images, labels=labels, classes=(), source_shapes=sources)
     assert contact_sheet(path, height=32, width=200).width == 200
+
+
+def test_images_of_thin_sources_take_no_more_than_others(tmp_path):
+    """A source of 1x65,000 in its own proportions would be 32x2,080,000 as stored."""
+    sources = np.int32([[1, 65_000], [65_000, 1], [1, 2**29], [32, 32]])
+    path = write_packed(tmp_path / "a.h5", random_images(4), source_shapes=sources)
+    assert contact_sheet(path, height=64, width=300).width == 300
+    ds = H5Dataset(path, output="pil")
+    assert all(np.prod(ds[i][0].size) <= 16 * 32 * 32 for i in range(4))
 
 
 @pytest.mark.parametrize(

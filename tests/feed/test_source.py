@@ -95,7 +95,7 @@ def announced(pixels, indices):
 
 def test_neighbors_are_announced_together_in_the_order_of_need(shards):
     pixels = Pixels(shards[0])
-    start = [index.extents["images"].start for index in pixels._indexes]
+    start = [index.extents["images"].start for index in pixels.indexes]
     size = 32 * 32 * 3
     told, total = announced(pixels, [5, 6, 2, 3, 4, 0])
     assert told == [

@@ -17,6 +17,7 @@ import tyro
 
 from h5feed import __version__
 from h5feed.errors import H5FeedError, UsageError
+from h5feed.printable import say
 
 __all__ = ["refuse_two_forms", "run_command"]
 
@@ -57,7 +58,7 @@ def run_command(
     _open_closed_streams()
     given = sys.argv[1:] if args is None else list(args)
     if given == ["--version"]:
-        print(f"{prog} {__version__}")
+        say(f"{prog} {__version__}")
         return DONE
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -140,5 +141,5 @@ def _in_words(error: OSError) -> str:
 
 
 def _say(prog: str, error: object, status: int) -> int:
-    print(f"{prog}: {error}", file=sys.stderr)
+    say(f"{prog}: {error}", sys.stderr)
     return status

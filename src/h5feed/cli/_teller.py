@@ -3,6 +3,8 @@
 import sys
 import time
 
+from h5feed.printable import printable, say
+
 __all__ = ["Teller"]
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -17,15 +19,15 @@ class Teller:
 
     def __call__(self, text: str) -> None:
         if self._on_terminal:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{printable(text)}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._last > _SECONDS_BETWEEN_LINES:
             self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+            say(text, sys.stderr)
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
         clear = "\r\x1b[K" if self._on_terminal else ""
-        print(f"{clear}{text}", file=sys.stderr, flush=True)
+        print(f"{clear}{printable(text)}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Teller":
         return self

@@ -1,6 +1,5 @@
 """train-h5 ablate: what each trick is worth, here."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.errors import H5FeedError
+from h5feed.printable import printable_json, say
 
 __all__ = ["main"]
 
@@ -54,9 +54,9 @@ def _ablate(command: _Command) -> None:
     if command.draw is not None:
         save_plot(ablation, command.draw)
     if command.json:
-        print(json.dumps(as_dict(ablation), ensure_ascii=False, indent=1))
+        say(printable_json(as_dict(ablation), indent=1))
     else:
-        print((as_markdown if command.markdown else as_text)(ablation))
+        say((as_markdown if command.markdown else as_text)(ablation))
 
 
 if __name__ == "__main__":

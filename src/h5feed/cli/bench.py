@@ -1,6 +1,5 @@
 """bench-h5: what packing gained, on this machine, against what else could be used."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from h5feed.cli._common import refuse_two_forms, run_command
 from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.errors import H5FeedError
+from h5feed.printable import printable_json, say
 
 __all__ = ["main"]
 
@@ -70,7 +70,7 @@ def _bench(command: _Command) -> None:
             reports = _measured(command, tell)
         except SubjectError as ex:
             raise H5FeedError(f"{ex}\n{ex.trace}".strip()) from None
-    print(_printed(reports, command))
+    say(_printed(reports, command))
     if command.plot is not None:
         for number, report in enumerate(reports):
             save_plot(report, _numbered(command.plot, number, len(reports)))
@@ -85,7 +85,7 @@ def _measured(command: _Command, tell: Callable[[str], None]) -> Sequence[Report
 def _printed(reports: Sequence[Report], command: _Command) -> str:
     if command.json:
         values = [as_dict(report) for report in reports]
-        return json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False, indent=1)
+        return printable_json(values[0] if len(values) == 1 else values, indent=1)
     if len(reports) == 1:
         return (as_markdown if command.markdown else as_text)(reports[0])
     return (sweep_as_markdown if command.markdown else sweep_as_text)(reports)

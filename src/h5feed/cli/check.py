@@ -1,6 +1,5 @@
 """check-h5: is every bit of a packed file what was written."""
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,11 +10,13 @@ import tyro
 
 from h5feed.cli._common import DONE, FAILED, run_command
 from h5feed.counted import counted
-from h5feed.printable import printable
+from h5feed.printable import printable, printable_json, say
 from h5feed.progress import Progress
 from h5feed.store import CheckReport, DamagedItem, check_file
 
 __all__ = ["main"]
+
+_LONGEST = 300  # characters of a name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +44,12 @@ def _check(command: _Command) -> int:
             bar.advance(done - bar.done)
 
         report = check_file(command.file, progress=show)
-    print(_as_json(report) if command.json else _as_text(report))
+    say(_as_json(report) if command.json else _as_text(report))
     return DONE if report.is_sound else FAILED
 
 
 def _as_json(report: CheckReport) -> str:
-    return json.dumps(asdict(report) | {"sound": report.is_sound}, ensure_ascii=False)
+    return printable_json(asdict(report) | {"sound": report.is_sound})
 
 
 def _as_text(report: CheckReport) -> str:
@@ -56,14 +57,14 @@ def _as_text(report: CheckReport) -> str:
         return f"refused: {report.error}"
     size = f"{counted(report.items, 'item')}, {report.payload_bytes / 1e6:,.1f} MB"
     if report.is_sound:
-        return f"{report.path}: sound ({size})"
+        return f"{printable(report.path)}: sound ({size})"
     lines = [_item_text(item) for item in report.damaged]
-    return "\n".join([f"{report.path}: {len(lines)} damaged of {size}", *lines])
+    return "\n".join([f"{printable(report.path)}: {len(lines)} damaged of {size}", *lines])
 
 
 def _item_text(item: DamagedItem) -> str:
     said = "" if item.error is None else f": cannot be read: {item.error}"
-    return f"item {item.index}: {printable(item.key)}{said}"
+    return f"item {item.index}: {printable(item.key, _LONGEST)}{said}"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from h5feed._optional import require
 from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
+from h5feed.printable import say
 from h5feed.train import TrainConfig
 from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, find_batch
 from h5feed.train.finder_plots import draw_batch_sizes
@@ -54,7 +55,7 @@ def _find(command: _Command) -> None:
         sizes = find_batch(trial.step, partial(_batch, trial), trial.world, test, tell, trying)
     if command.draw is not None:
         draw_batch_sizes(sizes, command.draw, trained_in_words(command.run))
-    print(json.dumps(_as_dict(sizes)) if command.json else _in_words(sizes, test, command.run))
+    say(json.dumps(_as_dict(sizes)) if command.json else _in_words(sizes, test, command.run))
 
 
 def _bounded(test: BatchRange, images: int) -> BatchRange:

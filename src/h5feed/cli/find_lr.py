@@ -9,6 +9,7 @@ from pathlib import Path
 from h5feed._optional import require
 from h5feed.cli._target import check_plot
 from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
+from h5feed.printable import say
 from h5feed.progress import Progress
 from h5feed.train.find_lr import LrCurve, LrRange, find_lr
 from h5feed.train.finder_plots import draw_lr_curve
@@ -48,7 +49,7 @@ def _find(command: _Command) -> None:
         curve = find_lr(trial.step, loader, trial.world, command.test, tell)
     if command.draw is not None:
         draw_lr_curve(curve, command.draw, trained_in_words(command.run))
-    print(json.dumps(asdict(curve)) if command.json else _in_words(curve))
+    say(json.dumps(asdict(curve)) if command.json else _in_words(curve))
 
 
 def _in_words(curve: LrCurve) -> str:

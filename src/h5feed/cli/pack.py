@@ -10,6 +10,7 @@ import tyro
 
 from h5feed.cli._common import run_command
 from h5feed.packing import PackOptions, pack_with
+from h5feed.printable import say
 
 __all__ = ["main"]
 
@@ -37,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _pack(command: _Command) -> None:
     summary = pack_with(command.src, command.out, command.packing, progress=True)
-    print(summary.to_json() if command.json else summary)
+    say(summary.to_json() if command.json else str(summary))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """show-h5: what a packed file holds, in words and as a contact sheet."""
 
 import io
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,15 +13,17 @@ from h5feed.cli._common import run_command
 from h5feed.cli._target import check_target, write_whole
 from h5feed.counted import counted, counted_labels
 from h5feed.errors import UsageError
-from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
 from h5feed.feed.sheet import contact_sheet
-from h5feed.printable import printable
+from h5feed.feed.source import Pixels
+from h5feed.printable import printable, printable_json, say
 from h5feed.progress import Progress
 
 __all__ = ["main"]
 
 _BAR = 40  # characters of the longest bar of the histogram
+_LONGEST_NAME = 60  # characters of a class name beside it
+_LONGEST_OPTIONS = 2000  # characters of the options of packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _show(command: _Command) -> None:
     _check(command)
-    facts = file_facts(command.file)
+    pixels = Pixels([command.file]).reading()
+    facts = file_facts(pixels.indexes[0])
     if command.stats:
-        facts["channel_stats"] = asdict(_stats(command.file))
+        facts["channel_stats"] = asdict(_stats(pixels))
     if command.sheet is not None:
         write_whole(command.sheet, _sheet(command))
         facts["sheet"] = str(command.sheet)
-    text = json.dumps(facts, ensure_ascii=False) if command.json else _as_text(facts, command)
-    print(text)
+    say(printable_json(facts) if command.json else _as_text(facts, command))
 
 
 def _check(command: _Command) -> None:
@@ -74,29 +75,28 @@ def _sheet(command: _Command) -> bytes:
     return data.getvalue()
 
 
-def _stats(path: Path) -> ChannelStats:
-    ds = H5Dataset(path, output="numpy")
-    with Progress(len(ds), "statistics") as progress:
-        return channel_stats(ds, progress=progress.advance)
+def _stats(pixels: Pixels) -> ChannelStats:
+    with Progress(len(pixels), "statistics") as progress:
+        return channel_stats(pixels, progress=progress.advance)
 
 
 def _as_text(facts: dict[str, Any], command: _Command) -> str:
     lines = [
-        facts["path"],
+        printable(facts["path"]),
         f"  {counted(facts['items'], 'item')}, "
-        f"{counted_labels(facts['classes'], facts['targets'])}, "
-        f"{facts['file_bytes'] / 1e6:,.1f} MB on disk",
+        + printable(counted_labels(facts["classes"], facts["targets"]), _LONGEST_OPTIONS)
+        + f", {facts['file_bytes'] / 1e6:,.1f} MB on disk",
     ]
     for name, field in facts["fields"].items():
-        lines.append(f"  /{name}: {_field_text(field)}, {field['bytes'] / 1e6:,.1f} MB")
+        lines.append(f"  /{name}: {printable(_field_text(field))}, {field['bytes'] / 1e6:,.1f} MB")
     height, width = facts["source_height"], facts["source_width"]
+    options, skipped = (facts["provenance"].get(name) for name in ("options", "skipped"))
     lines += [
         f"  sources: height {_spread(height)}, width {_spread(width)} (min, median, max)",
         f"  fingerprint: {facts['fingerprint'][:16]}…",
-        "  packed with: " + json.dumps(facts["provenance"].get("options", {}), ensure_ascii=False),
+        "  packed with: " + printable(printable_json(options), _LONGEST_OPTIONS),
     ]
-    skipped = facts["provenance"].get("skipped", [])
-    if skipped:
+    if isinstance(skipped, list) and skipped:
         lines.append(f"  skipped when packed: {len(skipped)} (--json lists them)")
     if command.stats:
         stats = facts["channel_stats"]
@@ -122,7 +122,7 @@ def _channels(values: Sequence[float]) -> str:
 
 def _histogram(counts: dict[str, int], most: int) -> list[str]:
     """Bars of items by class, the first `most` classes of the file."""
-    shown = [(printable(name), count) for name, count in list(counts.items())[:most]]
+    shown = [(printable(name, _LONGEST_NAME), count) for name, count in list(counts.items())[:most]]
     longest = max(len(name) for name, _ in shown)
     unit = max(counts.values()) / _BAR
     lines = [

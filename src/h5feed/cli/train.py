@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from h5feed.cli._training import RunOptions, run_training_command
+from h5feed.printable import say
 from h5feed.train import Summary, train
 from h5feed.train.distributed import is_main_process
 from h5feed.train.log import LAST
@@ -50,7 +51,7 @@ def _train(command: _Command) -> None:
         resume = f"train-h5 --config {out / 'config.json'} --resume"
         raise KeyboardInterrupt(f"interrupted; go on with {resume}") from ex
     if is_main_process():
-        print(json.dumps(asdict(summary), default=str) if command.json else _in_words(summary))
+        say(json.dumps(asdict(summary), default=str) if command.json else _in_words(summary))
 
 
 def _in_words(summary: Summary) -> str:

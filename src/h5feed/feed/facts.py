@@ -1,6 +1,5 @@
 """What a packed file holds, in numbers a person asks for."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ import cv2
 import numpy as np
 
 from h5feed.cores import available_cores
-from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.picture import picture_reader
 from h5feed.feed.source import Pixels
-from h5feed.store import FileIndex, read_index
+from h5feed.store import FileIndex
 
 __all__ = ["ChannelStats", "channel_stats", "class_counts", "file_facts"]
 
@@ -31,25 +29,24 @@ class ChannelStats:
 
 
 def channel_stats(
-    ds: H5Dataset,
+    pixels: Pixels,
     *,
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ChannelStats:
     """Mean and standard deviation of red, green and blue of the stored pictures.
 
-    Transforms are left out. With `limit`, at most that many images are read, evenly spaced.
+    With `limit`, at most that many images are read, evenly spaced.
     `progress(n)` is called as n more images are done.
     """
-    read = picture_reader(ds.pixels, "images", output="numpy", aspect="stored")
-    count = len(ds) if limit is None else min(limit, len(ds))
-    chosen = np.linspace(0, len(ds) - 1, count).round().astype(np.int64)
+    read = picture_reader(pixels, "images", output="numpy", aspect="stored")
+    count = len(pixels) if limit is None else min(limit, len(pixels))
+    chosen = np.linspace(0, len(pixels) - 1, count).round().astype(np.int64)
     total = np.zeros((3, 3))  # pixels, sum and sum of squares, by channel
     with ThreadPoolExecutor(available_cores()) as pool:
         blocks = [chosen[at : at + _BLOCK] for at in range(0, count, _BLOCK)]
-        for block, sums in zip(
-            blocks, pool.map(lambda b: _sums(ds.pixels, read, b), blocks), strict=True
-        ):
+        found = pool.map(lambda block: _sums(pixels, read, block), blocks)
+        for block, sums in zip(blocks, found, strict=True):
             total += sums
             if progress is not None:
                 progress(len(block))
@@ -62,10 +59,19 @@ def class_counts(index: FileIndex) -> dict[str, int]:
     """Items of each class by name; "(none)" counts label −1, "(targets)" float targets."""
     if index.labels.ndim == 2:
         return {"(targets)": len(index)}
-    names = index.classes or tuple(str(i) for i in range(int(index.labels.max()) + 1))
-    counts = np.bincount(index.labels + 1, minlength=len(names) + 1).tolist()
-    found = dict(zip(names, counts[1:], strict=True))
-    return found | ({"(none)": counts[0]} if counts[0] else {})
+    # Not bincount: without classes a single label may be 10⁹.
+    labels, counts = (array.tolist() for array in np.unique(index.labels, return_counts=True))
+    by_label = dict(zip(labels, counts, strict=True))
+    none = by_label.pop(-1, 0)
+    found: dict[str, int] = {}
+    if index.classes:
+        for label, name in enumerate(index.classes):
+            # ImageNet has two cranes, and two maillots.
+            name = f"{name} (class {label})" if name in found else name
+            found[name] = by_label.get(label, 0)
+    else:
+        found = {str(label): count for label, count in by_label.items()}
+    return found | ({"(none)": none} if none else {})
 
 
 def target_names(index: FileIndex) -> list[str]:
@@ -79,12 +85,8 @@ def target_names(index: FileIndex) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-def file_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `show-h5` tells of a file, as JSON values.
-
-    Raises OSError where the file cannot be read and H5FormatError where it is not sound.
-    """
-    index = read_index(path)
+def file_facts(index: FileIndex) -> dict[str, Any]:
+    """Return what `show-h5` tells of a file, as JSON values."""
     sides = index.source_shapes
     return {
         "path": index.path,

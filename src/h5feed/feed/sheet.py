@@ -12,7 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from h5feed.codec import MAX_PIXELS
 from h5feed.errors import UsageError
-from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.picture import check_max_pixels, picture_reader
+from h5feed.feed.source import Pixels
 from h5feed.printable import printable
 
 __all__ = ["class_colors", "contact_sheet", "overlay_mask"]
@@ -62,8 +63,10 @@ def contact_sheet(
     ):
         if given < least:
             raise UsageError(f"{name}={given} is too small: give {least} or more")
-    ds = H5Dataset(path, output="pil", aspect="source", max_pixels=max_pixels)
-    cells = [_cell(ds, index, height, width) for index in _choose(ds, pictures)]
+    pixels = Pixels([path])
+    check_max_pixels(pixels, max_pixels)
+    pixels = pixels.reading()
+    cells = [_cell(pixels, index, height, width) for index in _choose(pixels, pictures)]
     rows = _rows(cells, width)
     step = height + _CAPTION + _MARGIN
     font = ImageFont.load_default(_FONT)
@@ -82,11 +85,11 @@ def contact_sheet(
     return sheet
 
 
-def _choose(ds: H5Dataset, pictures: int) -> list[int]:
+def _choose(pixels: Pixels, pictures: int) -> list[int]:
     """Pick items evenly from every class, in class order."""
-    labels = ds.pixels.labels
+    labels = pixels.labels
     if labels.ndim == 2 or len(np.unique(labels)) < 2:
-        return _evenly(np.arange(len(ds)), pictures)
+        return _evenly(np.arange(len(pixels)), pictures)
     kinds = np.unique(labels)
     kinds = kinds[_evenly(np.arange(len(kinds)), pictures)]
     each = [pictures // len(kinds) + (i < pictures % len(kinds)) for i in range(len(kinds))]
@@ -100,20 +103,27 @@ def _evenly(items: Any, count: int) -> list[int]:
     return chosen
 
 
-def _cell(ds: H5Dataset, index: int, height: int, width: int) -> _Cell:
-    picture, target = ds[index]
+def _cell(pixels: Pixels, index: int, height: int, width: int) -> _Cell:
+    picture: Image.Image = _image(pixels, "images", index)
     fitted = min(round(picture.width * height / picture.height), width - 2 * _MARGIN)
     size = (max(1, fitted), height)
     picture = picture.resize(size, Image.Resampling.LANCZOS)
-    if isinstance(target, Image.Image):
-        mask = np.asarray(target.resize(size, Image.Resampling.NEAREST))
-        caption = Path(ds.pixels.key(index)).name
+    if "masks" in pixels.specs:
+        drawn = _image(pixels, "masks", index).resize(size, Image.Resampling.NEAREST)
+        mask, caption = np.asarray(drawn), Path(pixels.key(index)).name
         return _Cell(overlay_mask(picture, mask), caption, frozenset(np.unique(mask).tolist()))
+    target = pixels.labels[index].tolist()
     if isinstance(target, int):
-        caption = ds.classes[target] if 0 <= target < len(ds.classes) else f"label {target}"
+        known = 0 <= target < len(pixels.classes)
+        caption = pixels.classes[target] if known else f"label {target}"
     else:
-        caption = ", ".join(f"{value:g}" for value in target.tolist())
+        caption = ", ".join(f"{value:g}" for value in target)
     return _Cell(picture, caption)
+
+
+def _image(pixels: Pixels, field: str, index: int) -> Image.Image:
+    image: Image.Image = picture_reader(pixels, field, output="pil", aspect="source")(index)
+    return image
 
 
 def class_colors() -> npt.NDArray[np.uint8]:
@@ -188,6 +198,7 @@ def _rows(cells: list[_Cell], width: int) -> list[list[_Cell]]:
 
 
 def _shortened(text: str, draw: ImageDraw.ImageDraw, font: Any, width: int) -> str:
+    text = text[: width + 1]  # a character takes a pixel or more
     if draw.textlength(text, font) <= width:
         return text
     while text and draw.textlength(text + "…", font) > width:

@@ -40,27 +40,28 @@ class Pixels:
 
     def __init__(self, paths: Sequence[FilePath]) -> None:
         self._mappings = [Mapping(path) for path in paths]
-        self._indexes = [mapping.index for mapping in self._mappings]
-        check_alike(self._indexes)
-        first = self._indexes[0]
-        self.paths: list[str] = [index.path for index in self._indexes]
+        self.indexes: list[FileIndex] = [mapping.index for mapping in self._mappings]
+        """All of each file but its pixels."""
+        check_alike(self.indexes)
+        first = self.indexes[0]
+        self.paths: list[str] = [index.path for index in self.indexes]
         """Absolute path of each file."""
         self.specs: dict[str, FieldSpec] = {n: e.spec for n, e in first.extents.items()}
         """What each pixel field holds, by name; "images" is first."""
         self.classes: tuple[str, ...] = first.classes
-        self.labels: npt.NDArray[Any] = _join([i.labels for i in self._indexes])
+        self.labels: npt.NDArray[Any] = _join([i.labels for i in self.indexes])
         """int64 (N,), −1 where there is none; or float32 (N, K)."""
-        self.source_shapes: npt.NDArray[np.int32] = _join([i.source_shapes for i in self._indexes])
+        self.source_shapes: npt.NDArray[np.int32] = _join([i.source_shapes for i in self.indexes])
         """(N, 2) height and width of each source picture."""
-        self.crc32: npt.NDArray[np.uint32] = _join([i.crc32 for i in self._indexes])
+        self.crc32: npt.NDArray[np.uint32] = _join([i.crc32 for i in self.indexes])
         """(N,) of each item's bytes as packed, its fields in order."""
         self.boxes: npt.NDArray[np.int32] | None = (
-            None if first.boxes is None else _join([i.boxes for i in self._indexes])
+            None if first.boxes is None else _join([i.boxes for i in self.indexes])
         )
         """(N, 4) top, left, height, width inside the letterbox, for fit="pad"."""
-        self.fingerprint: str = joint_fingerprint(self._indexes)
+        self.fingerprint: str = joint_fingerprint(self.indexes)
         """SHA-256 (hex) of all files together; a single file's is its own."""
-        self._starts: list[int] = np.cumsum([0, *map(len, self._indexes)]).tolist()
+        self._starts: list[int] = np.cumsum([0, *map(len, self.indexes)]).tolist()
         self._readers = {
             name: [_reader(m, i.extents[name]) for m, i in self._files()] for name in self.specs
         }
@@ -69,7 +70,7 @@ class Pixels:
         return self._starts[-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.paths, [index.fingerprint for index in self._indexes])
+        return _reopen, (self.paths, [index.fingerprint for index in self.indexes])
 
     def reading(self) -> Pixels:
         """Return the same items, of which `item` reads each from the disk into memory of its own.
@@ -86,7 +87,7 @@ class Pixels:
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (number of the file, index within it)."""
-        if len(self._indexes) == 1:
+        if len(self.indexes) == 1:
             return 0, index
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
@@ -102,7 +103,7 @@ class Pixels:
     def writable(self, field: str, index: int) -> npt.NDArray[np.uint8]:
         """Return the same as memory of the caller's own; see Mapping.writable."""
         number, local = self.locate(index)
-        return self._mappings[number].writable(self._indexes[number].extents[field], local)
+        return self._mappings[number].writable(self.indexes[number].extents[field], local)
 
     def whole(self, field: str) -> npt.NDArray[np.uint8]:
         """Return a fixed field of a single file as one view, shape (N, H, W, C) or NV12."""
@@ -116,7 +117,7 @@ class Pixels:
         Raises OSError where the system gives no memory for that.
         """
         self.whole(field)  # raises what is to be raised
-        return self._mappings[0].writable_whole(self._indexes[0].extents[field])
+        return self._mappings[0].writable_whole(self.indexes[0].extents[field])
 
     def wholes(self, field: str) -> list[npt.NDArray[np.uint8]]:
         """Return a fixed field as one view for each file, shape (N, H, W, C) or NV12."""
@@ -125,12 +126,12 @@ class Pixels:
     def key(self, index: int) -> str:
         """Source path of an item, relative to the packed folder."""
         number, local = self.locate(index)
-        return self._indexes[number].key(local)
+        return self.indexes[number].key(local)
 
     def keys(self) -> list[str]:
         """Source paths of all items: a list made anew, about 0.4 µs an item."""
         found: list[str] = []
-        for index in self._indexes:
+        for index in self.indexes:
             data, ends = index.key_bytes.tobytes(), index.key_offsets.tolist()
             found += [os.fsdecode(data[a:b]) for a, b in pairwise(ends)]
         return found
@@ -141,7 +142,7 @@ class Pixels:
         spec = self.specs["images"]
         if spec.is_fixed:
             return np.broadcast_to(np.array([spec.height, spec.width], np.int32), (len(self), 2))
-        shapes: npt.NDArray[np.int32] = _join([i.extents["images"].shapes for i in self._indexes])
+        shapes: npt.NDArray[np.int32] = _join([i.extents["images"].shapes for i in self.indexes])
         return shapes
 
     def item_bytes(self, indices: npt.ArrayLike) -> Indices:
@@ -200,7 +201,7 @@ class Pixels:
         return self.paths[0] + (f" and {more} more" if more else "")
 
     def _files(self) -> list[tuple[Mapping, FileIndex]]:
-        return list(zip(self._mappings, self._indexes, strict=True))
+        return list(zip(self._mappings, self.indexes, strict=True))
 
     def _ranges(self, field: str, where: Indices) -> tuple[Indices, Indices, Indices]:
         """Return (file number, byte address, length) of each item, int64 (B,) each."""
@@ -209,7 +210,7 @@ class Pixels:
         address, length = np.empty_like(where), np.empty_like(where)
         for one in np.unique(number):
             mine = number == one
-            extent = self._indexes[one].extents[field]
+            extent = self.indexes[one].extents[field]
             address[mine], length[mine] = _item_ranges(extent, where[mine] - starts[one])
         return number, address, length
 
@@ -271,7 +272,7 @@ def _join(arrays: Sequence[Any]) -> Any:
 def _reopen(paths: list[str], fingerprints: list[str]) -> Pixels:
     """Open again what was pickled, and refuse a file that is not the same any more."""
     pixels = Pixels(paths)
-    for index, wanted in zip(pixels._indexes, fingerprints, strict=True):
+    for index, wanted in zip(pixels.indexes, fingerprints, strict=True):
         if index.fingerprint != wanted:
             raise H5FormatError(
                 f"{index.path}: the file has changed since this dataset was opened; "

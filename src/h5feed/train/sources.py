@@ -36,7 +36,7 @@ def open_data(config: TrainConfig, world: World) -> Data:
     train = _open(config.train, config.data)
     kind = read_kind(train, config.train, config.loss)
     size = config.data.size or default_size(train)
-    stats = channel_stats(train, limit=_STATISTICS_OF)
+    stats = channel_stats(train.pixels, limit=_STATISTICS_OF)
     return Data(
         task=kind.task,
         num_outputs=kind.num_outputs,
