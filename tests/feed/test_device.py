@@ -153,6 +153,18 @@ def test_batches_of_a_cuda_lane_are_those_of_the_host(lane, tmp_path, monkeypatc
     assert_same(found, by_index(H5Loader(ds, 4, **options)))
 
 
+def test_labels_and_indices_are_copied_from_page_locked_memory(tmp_path, monkeypatch):
+    """From pageable memory a copy that is not to block waits for the device all the same."""
+    recipe = H5Loader(H5Dataset(write_kind(tmp_path / "a.h5", "raw")), 4)._recipe
+    recipe.lane = SimpleNamespace(device=torch.device("meta"), pinned=True)
+    locked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: locked.append(tensor) or tensor)
+    labels = torch.arange(4)
+    assert recipe._small(labels).is_meta
+    assert locked == [labels]
+    assert recipe._small("what a target_transform made") == "what a target_transform made"
+
+
 def test_memory_of_a_batch_waits_for_the_consumers_stream():
     """All its tensors on the device, and none of those that stayed."""
 

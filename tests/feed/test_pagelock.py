@@ -61,7 +61,12 @@ def test_a_device_sees_the_bytes_under_the_hosts_address(runtime):
     }
 
 
-def test_memory_that_cannot_be_locked_is_one_error(runtime):
+def test_memory_that_cannot_be_locked_is_one_error(runtime, monkeypatch):
+    def next_kernel(*size, device):
+        runtime.calls.append(("kernel", device))
+        raise RuntimeError("CUDA error: out of memory")  # as torch reports the last error
+
+    monkeypatch.setattr(torch, "ones", next_kernel)
     runtime.status = 2
     with pytest.raises(UsageError) as caught:
         PageLocked(1_500_000, DEVICE)
@@ -70,4 +75,12 @@ def test_memory_that_cannot_be_locked_is_one_error(runtime):
         'residency="stream"'
     )
     gc.collect()
-    assert len(runtime.calls) == 1
+    assert [name for name, *_ in runtime.calls] == ["register", "kernel"]
+
+
+def test_memory_that_cannot_be_had_is_one_error(runtime):
+    with pytest.raises(
+        UsageError, match=r"could not be page-locked \(Cannot allocate memory\); use"
+    ):
+        PageLocked(1 << 60, DEVICE)
+    assert runtime.calls == []

@@ -218,3 +218,23 @@ def test_auto_streams_what_cannot_be_gathered(ds, tmp_path):
     assert reason.endswith("store=jpeg, fit=stretch has many")
     with make(jpeg, residency="auto", augment_on="auto") as loader:
         assert loader.stats()["residency_reason"] == reason
+
+
+@pytest.mark.parametrize("mode", ["device", "pinned"])
+def test_auto_streams_what_then_finds_no_room(ds, monkeypatch, mode):
+    def reserve(self, size, *, pinned):
+        raise UsageError(f'residency="{mode}": 0.1 GB could not be had; use residency="stream"')
+
+    expected = passes(ds, augment_on="auto")
+    monkeypatch.setattr(HostLane, "reserve", reserve)
+    monkeypatch.setattr(
+        resident, "choose_residency", lambda asked, *_, **__: (mode, "as good as any")
+    )
+    with make(ds, residency="auto", augment_on="auto") as loader:
+        stats = loader.stats()
+        assert (loader.residency, stats["residency"]) == ("stream", "stream")
+        assert stats["residency_reason"] == f'residency="{mode}": 0.1 GB could not be had'
+        assert stats["augment_on_reason"] == "batches stay on the CPU"
+        assert_equal([list(loader) for _ in range(2)], expected)
+    with pytest.raises(UsageError, match="could not be had; use residency"):
+        make(ds, residency=mode)

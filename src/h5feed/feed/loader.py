@@ -18,8 +18,8 @@ from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import open_lane
 from h5feed.feed.pool import Pool
 from h5feed.feed.recipe import OnError, Recipe
-from h5feed.feed.residency import Residency, choose_residency
-from h5feed.feed.resident import reside
+from h5feed.feed.residency import Residency
+from h5feed.feed.resident import choose_resident
 from h5feed.feed.run import Counts, Run
 from h5feed.feed.schedule import Schedule
 from h5feed.feed.setup import (
@@ -163,8 +163,11 @@ class H5Loader(PackedLoader):
         self.prefetch = prefetch
         self._lookahead = lookahead
         lane = open_lane(device)
-        self.residency, why = choose_residency(residency, ds.pixels, lane, augment_on=augment_on)
-        resides = self.residency != "stream"
+        pixels = choose_pixels(ds.pixels, io, residency)
+        self.residency, why, resident = choose_resident(
+            residency, ds.pixels, lane, augment_on=augment_on
+        )
+        resides = resident is not None
         pipeline, on_device, reason = choose_pipeline(
             ds.pixels,
             augment,
@@ -180,7 +183,7 @@ class H5Loader(PackedLoader):
         }
         self._compiled = compile_ops(pipeline, on_device=on_device) if compile else None
         self._recipe = Recipe(
-            choose_pixels(ds.pixels, io, residency),
+            pixels,
             pipeline,
             lane,
             batch_size=batch_size,
@@ -190,9 +193,7 @@ class H5Loader(PackedLoader):
             target_transform=ds.target_transform,
             target_dtype=ds.target_dtype,
             with_index=with_index,
-            resident=(
-                reside(ds.pixels, lane, pinned=self.residency == "pinned") if resides else None
-            ),
+            resident=resident,
         )
         check_room(self._recipe.rings, prefetch + 1)
         idle = threads == "auto" and not self._recipe.fields  # the device does it all

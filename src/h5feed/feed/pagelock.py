@@ -27,17 +27,18 @@ class PageLocked:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.bytes = np.frombuffer(_allocate(size), np.uint8)
+        try:
+            self.bytes = np.frombuffer(_allocate(size), np.uint8)
+        except OSError as ex:
+            raise _refuse(size, str(ex.strerror)) from ex
         """uint8 (size,)."""
         self._device = device
         address = self.bytes.ctypes.data
         with torch.cuda.device(device):
             status = int(_cuda().cudaHostRegister(address, size, _FLAGS))
         if status != 0:
-            raise UsageError(
-                f'residency="pinned": {size / 1e9:.1f} GB of memory could not be page-locked (CUDA '
-                f'error {status}); use residency="stream"'
-            )
+            _clear_last_error(device)
+            raise _refuse(size, f"CUDA error {status}")
         release = weakref.finalize(self, _unregister, self.bytes, device)
         release.atexit = False  # the process's end frees it
 
@@ -58,6 +59,22 @@ class PageLocked:
         """Return the bytes as a CUDA tensor, which kernels read over the bus; it keeps them."""
         with torch.cuda.device(self._device):
             return torch.as_tensor(self, device=self._device)
+
+
+def _refuse(size: int, reason: str) -> UsageError:
+    return UsageError(
+        f'residency="pinned": {size / 1e9:.1f} GB of memory could not be page-locked ({reason}); '
+        'use residency="stream"'
+    )
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Take CUDA's last error, which the next kernel of anybody would else report as its own.
+
+    torch.cuda.cudart() has no cudaGetLastError; torch calls it after each kernel that it starts.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def _allocate(size: int) -> mmap.mmap:

@@ -144,6 +144,8 @@ class Recipe:
 
     def _small(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and tensor.device != self.lane.device:
+            if self.lane.pinned:  # from pageable memory a copy waits for the device
+                tensor = tensor.pin_memory()
             return tensor.to(self.lane.device, non_blocking=True)
         return tensor
 

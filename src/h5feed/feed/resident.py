@@ -8,10 +8,12 @@ import weakref
 import torch
 
 from h5feed.augment.crop_cpu import readable
+from h5feed.errors import UsageError
 from h5feed.feed.device import Lane
+from h5feed.feed.residency import Residency, choose_residency
 from h5feed.feed.source import Pixels
 
-__all__ = ["Resident", "reside"]
+__all__ = ["Resident", "choose_resident", "reside"]
 
 _PIECE = 64 << 20  # bytes copied at a time: what is in flight beside the set itself
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -66,6 +68,25 @@ def reside(pixels: Pixels, lane: Lane, *, pinned: bool) -> Resident:
         if found is None:
             found = _SHARED[key] = Resident(pixels, lane, pinned=pinned)
         return found
+
+
+def choose_resident(
+    asked: Residency, pixels: Pixels, lane: Lane, *, augment_on: str
+) -> tuple[Residency, str, Resident | None]:
+    """Return where the images lie, why, and what gathers them where a device does.
+
+    What `choose_residency` says; but "auto" streams what there turns out to be no room for, or
+    what the system does not lock.
+    """
+    mode, why = choose_residency(asked, pixels, lane, augment_on=augment_on)
+    if mode == "stream":
+        return mode, why, None
+    try:
+        return mode, why, reside(pixels, lane, pinned=mode == "pinned")
+    except UsageError as ex:
+        if asked != "auto":
+            raise
+        return "stream", str(ex).partition(";")[0], None
 
 
 def _copy(pixels: Pixels, written: torch.Tensor) -> None:
