@@ -627,7 +627,7 @@ def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkey
 
 
 def test_a_library_that_cannot_be_loaded_leaves_nothing_behind(folder, out, monkeypatch):
-    def unloadable(*args):
+    def unloadable(*args, **options):
         raise ImportError("libtorch_cpu.so: failed to map segment")
 
     monkeypatch.setattr(encode, "fit_image", unloadable)
