@@ -607,3 +607,11 @@ def test_keep_and_masks_resume_too(folder, out, monkeypatch):
     assert pack(folder, out, size=SIZE, workers=2, resume=True, **options).resumed > 0
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
+
+
+@pytest.mark.usefixtures("_small_steps")
+def test_beginning_anew_without_masks_leaves_none_behind(folder, out, monkeypatch):
+    interrupt(monkeypatch, folder, out, 4, masks=make_masks(folder, out.parent.parent / "masks"))
+    assert "x.h5.partial.masks" in names(out.parent)
+    pack(folder, out, size=SIZE, workers=0, overwrite=True)
+    assert names(out.parent) == ["x.h5"]

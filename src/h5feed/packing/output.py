@@ -11,7 +11,7 @@ from h5feed.errors import PackError, UsageError
 from h5feed.packing.encode import Job
 from h5feed.packing.options import PackOptions
 from h5feed.packing.summary import in_bytes
-from h5feed.store.layout import FieldSpec
+from h5feed.store.layout import MASKS, FieldSpec
 from h5feed.store.write import create_file, head_bytes
 
 __all__ = ["OutputPaths", "check_out", "check_space", "refuse_existing"]
@@ -58,7 +58,12 @@ class OutputPaths:
         return (head_bytes(specs), *(0 for _ in specs[1:]))
 
     def begin(self, specs: Sequence[FieldSpec]) -> None:
-        """Make the payload files, empty, in place of what has their names."""
+        """Make the payload files, empty, in place of what has their names.
+
+        The masks of an earlier run that was given up go, too, where this one has none.
+        """
+        with suppress(OSError):
+            self.partial.with_name(f"{self.partial.name}.{MASKS}").unlink()
         for path in self.payloads(specs):
             os.close(create_file(path))
 
