@@ -120,7 +120,9 @@ class NvJpeg:
         schedule = Schedule(order, self._steps, drawing, seed=self._seed, epoch=self._epoch)
         for step in range(len(self._steps)):
             indices, params, _ = schedule.samples(step, step + 1)[0]
-            data = [torch.from_numpy(self._pixels.item("images", i)) for i in indices.tolist()]
+            data = [
+                torch.from_numpy(self._pixels.item("images", i).copy()) for i in indices.tolist()
+            ]
             decoded = decode_jpeg(data, ImageReadMode.RGB, device=self._device)
             images = torch.stack(decoded).permute(0, 2, 3, 1).contiguous()
             labels = torch.from_numpy(self._pixels.labels[indices]).to(self._device)

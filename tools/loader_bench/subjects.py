@@ -108,7 +108,7 @@ def _view(pixels: Any, region: bool) -> Callable[[int, Any], tuple[Any, int, int
 
 def index_select(path: Path, batch_size: int, threads: int) -> Window:
     """Return the window of torch.index_select into one buffer, a share of it per thread."""
-    images = torch.from_numpy(H5Dataset(path).pixels.whole("images"))
+    images = torch.from_numpy(H5Dataset(path).pixels.writable_whole("images"))
     out = torch.zeros((batch_size, *images.shape[1:]), dtype=torch.uint8)
     order = torch.randperm(len(images))
     share = -(-batch_size // (2 * threads))
