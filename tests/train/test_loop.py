@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train import LossError, load_trained, read_config, train
+from h5feed.train import LossError, load_trained, loop, read_config, train
 from h5feed.train.checkpoint import load_checkpoint
+from h5feed.train.distributed import World
 from h5feed.train.log import read_metrics
+from h5feed.train.stock import Augmented, StockLoader
 from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
 
 torch.set_num_threads(1)
@@ -152,6 +154,39 @@ def test_resume_in_mid_epoch_gives_the_losses_of_the_uninterrupted_run(tmp_path,
     assert losses(tmp_path / "cut", "val") == losses(tmp_path / "whole", "val")
     expected = weights(tmp_path / "whole")
     assert all(torch.equal(value, expected[k]) for k, value in weights(tmp_path / "cut").items())
+
+
+def test_a_resume_through_a_stock_loader_draws_the_same_dropout(tmp_path, monkeypatch):
+    options = {"model": f"{__name__}:Noisy", "epochs": 3, "save_every": 3, "workers": 0}
+    images, labels = make_pictures()
+    samples = [(image, int(label)) for image, label in zip(images, labels, strict=True)]
+
+    def train_in(out, **more):
+        config = make_config(out, **options, **more)
+        alone = World(rank=0, size=1, device=torch.device("cpu"))
+        source = Augmented(samples, lambda image: image, seed=0, masks=False)
+
+        def make(side):
+            return StockLoader(source, len(samples), 16, config.data, alone, seed=0)
+
+        train(config, make_data(config, train_loader=make))
+
+    train_in(tmp_path / "whole")
+    plain, saved = loop.save, []
+
+    def killed_after_the_third(run, epoch, **how):
+        plain(run, epoch, **how)
+        saved.append(run.step.count)
+        if len(saved) == 3:
+            raise Killed
+
+    monkeypatch.setattr(loop, "save", killed_after_the_third)
+    with pytest.raises(Killed):
+        train_in(tmp_path / "cut")
+    assert saved == [3, 4, 6]  # of four steps an epoch
+    monkeypatch.setattr(loop, "save", plain)
+    train_in(tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
