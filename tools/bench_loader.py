@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import tempfile
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--alone", action="store_true", help="leave out cold, first, scheduling")
-    parser.add_argument("--json", type=Path, help="write everything measured there")
+    parser.add_argument("--json", type=Path, help="add everything measured to this file's runs")
+    today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    parser.add_argument("--run", default=today, help="name of this run (the day, %(default)s)")
     parser.add_argument("--table", nargs=2, type=Path, metavar=("JSON", "PAGE"))
     options = parser.parse_args(arguments)
     if (options.photos is None) == (options.table is None):
@@ -172,7 +175,10 @@ def main(arguments: list[str] | None = None) -> None:
     where |= {"start": measure_start(options), "scheduling": measure_scheduling(options)}
     if options.json:
         rows = [one.values() for one in found]
-        options.json.write_text(json.dumps({**where, "rows": rows}, indent=1) + "\n")
+        kept = json.loads(options.json.read_text()) if options.json.exists() else []
+        runs = [run for run in kept if run["run"] != options.run]
+        runs.append({"run": options.run, **where, "rows": rows})
+        options.json.write_text(json.dumps(runs, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def results(tool, tmp_path_factory):
 
 
 def test_every_figure_stands_in_the_json_with_its_circumstances(results):
-    found = json.loads(results.read_text())
+    (found,) = json.loads(results.read_text())
     assert [row["what"] for row in found["rows"]] == [
         "raw crop / bare loop",
         "jpeg crop / bare loop",
@@ -69,9 +69,18 @@ def test_the_table_says_what_the_json_says(tool, results, tmp_path):
     assert text.startswith("before\n<!-- loader: begin -->\n| measured |")
     assert text.endswith("<!-- loader: end -->\nafter\n")
     assert "old" not in text
-    first = json.loads(results.read_text())["rows"][0]
+    first = json.loads(results.read_text())[-1]["rows"][0]
     assert f"**{first['images_per_second']:,.0f}**" in text
-    assert f"| {first['ratio']:.2f} |" in text
+    assert f"| {first['ratio']:.2f} ({first['ratio']:.2f}–{first['ratio']:.2f}) |" in text
+
+
+def test_the_range_is_that_of_all_runs(tool, results, tmp_path):
+    (run,) = json.loads(results.read_text())
+    other = json.loads(json.dumps(run)) | {"run": "monday", "machine": "another machine"}
+    other["rows"][0]["rounds"] = {"ours": [50.0, 400.0], "other": [100.0, 100.0]}
+    text = tool.markdown([other, run])
+    assert f"| {run['rows'][0]['ratio']:.2f} (0.50–4.00) |" in text
+    assert "another machine (monday); " in text
 
 
 @pytest.mark.parametrize(

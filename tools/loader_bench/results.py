@@ -71,15 +71,17 @@ class Found:
         }
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """Return the README's table of what --json wrote, with what it was measured on."""
-    rows = [_cells(row) for row in results["rows"]]
+def markdown(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the README's table of what --json wrote: the last run, and the range over all runs."""
+    results = runs[-1]
+    rows = [_cells(row, runs) for row in results["rows"]]
     start, scheduling = results["start"], results["scheduling"]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     small, large = (spent * 1e6 for spent in scheduling["seconds_per_batch"])
     foot = (
-        f"{results['machine']}; {results['threads']} threads or workers each, in turns, medians of "
-        f"{results['repeats']}; uint8 batches of {results['batch_size']}, CIFAR-10's of "
+        f"{_machines(runs)}; {results['threads']} threads or workers each, in turns, medians of "
+        f"{results['repeats']} in the last run, in brackets the slowest and fastest turn of all "
+        f"runs, each of whole epochs; uint8 batches of {results['batch_size']}, CIFAR-10's of "
         f"{results['cifar_batch_size']}. FFCV stores photographs with max_resolution=256, about "
         f"0.75 of the pixels. First batch of {start['items']:,} items: {start['seconds']:.2f} s "
         f"after the import. Order, parameters and hand-over of a batch take {small:,.0f} µs at "
@@ -89,7 +91,23 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join([*markdown_table(_HEADS, rows, left={0, 3}), "", foot])
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _machines(runs: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(dict.fromkeys(f"{run['machine']} ({run['run']})" for run in runs))
+
+
+def _turns(row: dict[str, Any], runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the ratio of each turn of each run that has the row."""
+    return [
+        ours / other
+        for run in runs
+        for same in run["rows"]
+        if same["what"] == row["what"]
+        for ours, other in zip(same["rounds"]["ours"], same["rounds"]["other"], strict=True)
+    ]
+
+
+def _cells(row: dict[str, Any], runs: Sequence[dict[str, Any]]) -> list[str]:
+    turns = _turns(row, runs)
     cpu = " / ".join(f"{spent * 1e6:.1f}" for spent in row["cpu_seconds_per_image"])
     return [
         row["title"],
@@ -97,6 +115,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['pixels_per_second'] / 1e6:,.0f}",
         row["beside"],
         f"{row['other_per_second']:,.0f}",
-        f"{row['ratio']:.2f}",
+        f"{row['ratio']:.2f} ({min(turns):.2f}–{max(turns):.2f})",
         cpu or "–",
     ]

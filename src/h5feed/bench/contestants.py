@@ -173,7 +173,7 @@ def small_items(pixels: Pixels) -> npt.NDArray[np.int64]:
 
 def write_small(file: Path, out: Path, threads: int) -> None:
     """Write `small_items` as JPEG files of quality 90 below `out`, in a folder per label."""
-    dataset = H5Dataset(str(file), output="numpy")
+    dataset = H5Dataset(str(file), output="numpy", aspect="stored")
     labels = _plain_labels(dataset.pixels)
 
     def write(index: int) -> None:

@@ -1,0 +1,81 @@
+"""Every figure on a page is one that a command wrote into benchmarks/."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOT_OURS = {"gpu_run"}  # written by tools/gpu_run.py from a run on a GPU
+
+
+@pytest.fixture(scope="module")
+def pages():
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import pages
+
+        yield pages
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+
+
+def test_every_figure_is_the_one_in_benchmarks(pages):
+    assert list(pages.differences()) == []
+
+
+def test_every_table_between_marks_is_compared(pages):
+    for page in ("README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))):
+        marked = set(re.findall(r"<!-- (\w+): begin -->", (ROOT / page).read_text()))
+        assert marked - NOT_OURS == set(pages.TABLES.get(page, {})), page
+
+
+def test_another_figure_is_found(pages, tmp_path):
+    (tmp_path / "docs").mkdir()
+    for page in pages.TABLES:
+        (tmp_path / page).write_text((ROOT / page).read_text())
+    assert list(pages.differences(tmp_path)) == []
+    text = (tmp_path / "README.md").read_text().replace("6,915", "7,915", 1)
+    (tmp_path / "README.md").write_text(text.replace("± 0.81 points", "± 0.18 points"))
+    assert list(pages.differences(tmp_path)) == [
+        "README.md: the table 'peers' is another one: run python tools/pages.py",
+        "README.md lacks the words '(52.9 % both): packed − files = +0.03 ± 0.81 points', which "
+        "benchmarks/ gives",
+    ]
+
+
+def test_every_file_in_benchmarks_has_its_command(pages):
+    said = (ROOT / "benchmarks/README.md").read_text()
+    for path in (ROOT / "benchmarks").iterdir():
+        assert path.name == "README.md" or f"`{path.name}`" in said, path.name
+
+
+def test_the_seventeen_tricks_have_switches_that_exist(pages):
+    from tricks_table import OURS, PUBLISHED
+
+    assert len(PUBLISHED) == 17
+    tree = ast.parse((ROOT / "src/h5feed/train/config.py").read_text())
+    fields = {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign)}
+    for trick in (*PUBLISHED, *OURS):
+        for switch in re.findall(r"--([\w-]+)", trick.switch):
+            assert switch.replace("-", "_") in fields, switch
+
+
+def test_tricks_that_ablations_know_have_figures_or_a_reason(pages):
+    from h5feed.bench.ablate_report import from_dict
+    from h5feed.bench.tricks import CHECKPOINTING, TRICKS
+    from tricks_table import OURS, PUBLISHED, tricks_table
+
+    known = {trick.name for trick in (*TRICKS, CHECKPOINTING)}
+    measured = {trick.measured for trick in (*PUBLISHED, *OURS)} - {None}
+    assert measured <= known
+    assert known - measured == {"pinned memory"}  # with the workers, in one row
+    found = from_dict(json.loads((ROOT / "benchmarks/ablate.json").read_text()))
+    lines = tricks_table([found]).splitlines()
+    row = next(line for line in lines if "Automatic mixed precision" in line)
+    ratios = {row.name: row.ratio for row in found.rows}
+    assert f"{ratios['+ AMP, bf16']:.2f}× ({ratios['all but AMP, bf16']:.2f}×)" in row
+    assert any("– (needs a GPU)" in line for line in lines if "autotuner" in line)
