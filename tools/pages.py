@@ -19,6 +19,8 @@ import peers_table
 from _marks import put_into
 from h5feed.bench.ablate_report import as_markdown, from_dict
 from h5feed.bench.ablation import Ablation
+from h5feed.bench.report import from_dict as from_report
+from h5feed.bench.words import headline
 from loader_bench.results import markdown as loader_table
 from tricks_table import tricks_table
 
@@ -36,6 +38,12 @@ def _ablation() -> Ablation:
     return from_dict(_read("ablate.json"))
 
 
+def _measured(name: str) -> str:
+    """Return what was compared, and in one sentence what came of it."""
+    found = from_report(_read(name))
+    return f"{found.title} ({found.machine}): {headline(found)}"
+
+
 def _peers() -> str:
     path = BENCHMARKS / "peers.json"
     results = peers_table.load(path)
@@ -48,6 +56,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {
         "peers": _peers,
         "loader": lambda: loader_table(_read("loader.json")),
+        "bench": lambda: _measured("bench.json"),
+        "train": lambda: _measured("train.json"),
         "ablate": lambda: as_markdown(_ablation()),
     },
     "docs/tricks.md": {"tricks": lambda: tricks_table([_ablation()])},

@@ -86,6 +86,16 @@ def test_a_column_that_nobody_fills_is_left_out():
     assert "| cold img/s |" not in as_markdown(without)
 
 
+def test_headline_names_the_gain_over_the_fastest_that_is_not_ours():
+    small = Outcome(name="256-px JPEGs, v2 on tensors", ceiling=False, rates=(400.0,))
+    ours = replace(FAST, name="H5Dataset + DataLoader", rates=(500.0,))
+    more = replace(REPORT, outcomes=(SLOW, small, ours, FAST, BARE))
+    assert headline(more) == (
+        "H5Loader: 800 img/s, 8.0 × folder (100 img/s), 2.0 × 256-px JPEGs, v2 on tensors "
+        "(400 img/s); 80% of [bare]."
+    )
+
+
 def test_headline_compares_the_fastest_with_the_first_and_the_ceiling():
     assert headline(REPORT) == "H5Loader: 800 img/s, 8.0 × folder (100 img/s); 80% of [bare]."
 
