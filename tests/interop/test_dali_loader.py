@@ -1,10 +1,12 @@
 """DaliLoader beside H5Loader: the same samples, pictures, epochs, states and errors."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -236,6 +238,17 @@ def test_two_passes_at_once(ds):
     found_too = [next(second)[2].tolist()]
     assert found + left(first) == one
     assert found_too + left(second) == two
+
+
+def test_threads_that_share_a_pass_share_its_batches(ds):
+    with make(ds, 1, with_index=True) as loader:
+        for _ in range(5):
+            passed = iter(loader)
+            with ThreadPoolExecutor(4) as threads:
+                shares = threads.map(
+                    lambda _, passed=passed: [batch[-1].item() for batch in passed], range(4)
+                )
+            assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(ds)))
 
 
 def test_passes_without_batches(ds, tmp_path):
