@@ -7,9 +7,11 @@ import h5py
 import numpy as np
 import pytest
 
+from feed.test_ahead import drop_from_memory
 from h5feed.errors import H5FormatError
 from h5feed.store import Mapping, PackedFile
 from h5feed.store import mapping as mapping_module
+from loaders import wait_until
 from mapped import is_view, maps_of
 from packed import image_spec, random_images, write_packed
 
@@ -146,13 +148,14 @@ def test_views_outlive_the_mapping(opened, images):
 def test_announcements_are_cut_to_what_the_kernel_reads_of_one(opened, monkeypatch):
     _, mapping = opened
     told = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *what: told.append(what))
+    start = mapping.data.ctypes.data
+    advise = lambda at, length: told.append((at - start, length))  # noqa: E731
+    monkeypatch.setattr("h5feed.store.mapping._advise", advise)
     mapping.announce(1000, 300_000)
-    advice = os.POSIX_FADV_WILLNEED
     assert told == [
-        (1000, 131_072, advice),
-        (132_072, 131_072, advice),
-        (263_144, 37_856, advice),
+        (1000, 131_072),
+        (132_072, 131_072),
+        (263_144, 37_856),
     ]
 
 
@@ -193,14 +196,43 @@ def test_descriptors_are_closed(opened):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_an_open_file_takes_one_descriptor(opened):
+def test_hundreds_of_files_need_no_descriptor_each(opened, images, tmp_path):
     index, _ = opened
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    several = [Mapping(index.path) for _ in range(10)]
-    for mapping in several:
-        mapping.writable(index.extents["images"], 0)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 10
+    mappings = [Mapping(index.path) for _ in range(50)]
+    for mapping in mappings:
+        extent = index.extents["images"]
+        assert np.array_equal(mapping.item(extent, 1), images[1])
+        assert np.array_equal(mapping.writable(extent, 1), images[1])
+        mapping.announce(*extent.item_range(1))
+        mapping.in_memory(extent.start)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_file_replaced_after_it_was_opened_is_still_the_old_one(opened, images):
+    """What needs a descriptor again does without, or says so; no byte comes from the new file."""
+    index, mapping = opened
+    extent = index.extents["images"]
+    other = write_packed(Path(index.path).with_name("new.h5"), random_images(6, (64, 64), seed=9))
+    os.replace(other, index.path)
+    assert np.array_equal(mapping.item(extent, 2), images[2])
+    assert np.array_equal(mapping.writable(extent, 2), images[2])
+    mapping.announce(*extent.item_range(2))
+    assert not mapping.in_memory(extent.start)
+    for needs_it in (mapping.keep_open, lambda: mapping.writable_whole(extent)):
+        with pytest.raises(OSError, match="the file has been replaced since it was opened"):
+            needs_it()
+
+
+def test_what_is_announced_is_read(tmp_path):
+    path = write_packed(tmp_path / "a.h5", random_images(8, (256, 256)))
+    drop_from_memory(path)
+    mapping = Mapping(path)
+    start, length = mapping.index.extents["images"].item_range(5)
+    assert not mapping.in_memory(start + length // 2)
+    mapping.announce(start, length)
+    assert wait_until(lambda: mapping.in_memory(start, start + length // 2, start + length - 1))
 
 
 def test_items_of_their_own_size(tmp_path):
@@ -267,3 +299,15 @@ def test_what_the_system_says_of_hdf5s_own_reads_is_an_os_error(opened, monkeypa
     with pytest.raises(OSError, match="Input/output error") as caught:
         PackedFile(index.path)
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, index.path)
+
+
+def test_no_descriptor_left_is_no_fault_of_the_file(opened, monkeypatch):
+    index, _ = opened
+
+    def none_left(_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", none_left)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        PackedFile(index.path)
+    assert caught.value.filename == index.path

@@ -77,6 +77,8 @@ class Pixels:
 
         Then a DamagedItemError says what the disk does not give, where a view ends the process.
         """
+        for mapping in self._mappings:
+            mapping.keep_open()
         made = object.__new__(_ReadPixels)
         made.__dict__ |= self.__dict__
         made._readers = {
@@ -173,8 +175,11 @@ class Pixels:
         Looks at the middle of each: its ends may have come with its neighbors.
         """
         number, start, length = self._ranges(field, np.asarray(indices, np.int64))
-        middles = zip(number.tolist(), (start + length // 2).tolist(), strict=True)
-        return all(self._mappings[file].in_memory(address) for file, address in middles)
+        middles = start + length // 2
+        return all(
+            self._mappings[file].in_memory(*middles[number == file].tolist())
+            for file in np.unique(number).tolist()
+        )
 
     def is_intact(self, index: int) -> bool:
         """Whether an item, all fields of it, has the checksum it was packed with (1 GB/s)."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from h5feed.store.layout import Extent, UInt8
-from h5feed.store.read import PackedFile
+from h5feed.store.read import READAHEAD, PackedFile
 
 __all__ = ["Mapping"]
 
@@ -27,10 +27,12 @@ class Mapping:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open `path`, as `PackedFile` does, and map that very file."""
-        self._file = PackedFile(path)
-        self.index = self._file.index
-        self._fd = self._file.fileno()
-        self.data: UInt8 = _map(self._fd, self.index.size)
+        with PackedFile(path) as file:
+            self.index = file.index
+            self.data: UInt8 = _map(file.fileno(), self.index.size)
+        self._address = self.data.ctypes.data
+        # Closed: a set may be thousands of files, and a process has a thousand descriptors.
+        self._file = file
         """uint8 (size,): the whole file, read-only."""
         self._copied: _CopyOnWrite | None = None
 
@@ -43,8 +45,13 @@ class Mapping:
         """Return item `index` as `item` does, read into memory of its own.
 
         Raises OSError where the disk does not give it; touching a view then ends the process.
+        After `keep_open`.
         """
         return self._file.item(extent, index)
+
+    def keep_open(self) -> None:
+        """Keep a descriptor, for `read`; raises OSError where the file has been replaced."""
+        self._file.keep_open()
 
     def whole(self, extent: Extent) -> UInt8:
         """Return a fixed field as one view: (N, H, W, C), or (N, H·3/2, W) for NV12."""
@@ -58,7 +65,7 @@ class Mapping:
         that is copied on write.
         """
         if self._copied is None:
-            self._copied = _CopyOnWrite(self._fd, self.index.size)
+            self._copied = _CopyOnWrite(self._file)
         start, length = extent.item_range(index)
         view = self._copied.read(start, length)
         if view is None:
@@ -68,23 +75,27 @@ class Mapping:
     def writable_whole(self, extent: Extent) -> UInt8:
         """Return a fixed field as `whole` does, in a mapping of its own that may be written to.
 
-        Raises OSError where the system gives no memory for that, as with strict overcommit.
+        Raises OSError where the system gives no memory for that, as with strict overcommit, and
+        where the file has been replaced.
         """
-        return _field(_map(self._fd, self.index.size, writable=True), extent)
+        with self._file.descriptor() as fd:
+            return _field(_map(fd, self.index.size, writable=True), extent)
 
     def announce(self, start: int, length: int) -> None:
         """Tell the kernel that these bytes will be read soon; it returns at once."""
-        self._file.announce(start, length)
+        for at in range(start, start + length, READAHEAD):
+            _advise(self._address + at, min(READAHEAD, start + length - at))
 
-    def in_memory(self, address: int) -> bool:
-        """Whether the byte at `address` can be read without waiting for the disk.
+    def in_memory(self, *addresses: int) -> bool:
+        """Whether the bytes at `addresses` can all be read without waiting for the disk.
 
-        False where the system cannot tell.
+        False where the system cannot tell, and where the file has been replaced.
         """
         if not hasattr(os, "RWF_NOWAIT"):
             return False
         try:
-            return os.preadv(self._fd, [bytearray(1)], address, os.RWF_NOWAIT) == 1
+            with self._file.descriptor() as fd:
+                return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in addresses)
         except OSError:  # EAGAIN: not there; EOPNOTSUPP: this file system cannot tell
             return False
 
@@ -110,11 +121,12 @@ class _CopyOnWrite:
     Pages are not dropped from under those who hold views; they go with the last view.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, file: PackedFile) -> None:
         self._data: UInt8 | None = None
         if _pagemap is not None:
-            with suppress(OSError):  # strict overcommit counts such memory in full
-                self._data = _map(fd, size, writable=True)
+            # strict overcommit counts such memory in full; the file may have been replaced
+            with suppress(OSError), file.descriptor() as fd:
+                self._data = _map(fd, file.index.size, writable=True)
         self._address = 0 if self._data is None else self._data.ctypes.data
         self._reads = 0
         self._earlier: deque[tuple[int, int]] = deque([(0, 1)] * (_LATER // _EVERY))
@@ -182,6 +194,13 @@ def _map(fd: int, size: int, *, writable: bool = False) -> UInt8:
     return np.frombuffer(mmap.mmap(fd, size, access=access), np.uint8)
 
 
+def _advise(address: int, length: int) -> None:
+    """Let the kernel read these bytes of a mapping ahead: fadvise's work, without a descriptor."""
+    if _LIBC is not None:
+        page = address - address % mmap.PAGESIZE
+        _LIBC.madvise(page, address + length - page, mmap.MADV_WILLNEED)
+
+
 _NORESERVE: Final = 0x4000  # Linux' MAP_NORESERVE: Python 3.11 lacks the name
 _FAILED: Final = ctypes.c_void_p(-1).value
 _LIBC: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -191,6 +210,7 @@ if _LIBC is not None:
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         ctypes.c_int64,  # off_t of the systems that Python is built for
     ]
+    _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 

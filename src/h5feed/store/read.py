@@ -8,6 +8,8 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +43,11 @@ from h5feed.store.layout import (
     masks_spec,
 )
 
-__all__ = ["FileIndex", "PackedFile", "read_index"]
+__all__ = ["READAHEAD", "FileIndex", "PackedFile", "read_index"]
 
 # Linux reads no more of one announcement than the device's read-ahead, 128 KiB by default, and
 # drops the rest without a word (64 MiB announced at once: 8 MiB read, where that is 8 MiB).
-_READAHEAD = 128 << 10
+READAHEAD = 128 << 10
 
 _MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
@@ -116,6 +118,34 @@ class PackedFile:
         """Return the descriptor."""
         return self._fd
 
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """Give the descriptor, or one for this moment where it was closed: of this very file.
+
+        Raises OSError where that file has been replaced or deleted.
+        """
+        if self._fd >= 0:
+            yield self._fd
+            return
+        fd = self._open_again()
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def keep_open(self) -> None:
+        """Open the same file again where it was closed, for `read` and `item`; see `descriptor`."""
+        if self._fd < 0:
+            self._fd = self._open_again()
+
+    def _open_again(self) -> int:
+        path = self.index.path
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        if _identity(fd) != self._identity:
+            os.close(fd)
+            raise OSError(errno.ESTALE, "the file has been replaced since it was opened", path)
+        return fd
+
     def close(self) -> None:
         """Close the descriptor; a second time it does nothing."""
         fd, self._fd = getattr(self, "_fd", -1), -1
@@ -127,12 +157,13 @@ class PackedFile:
         try:
             with _open_hdf5(path) as file:
                 self._fd = os.dup(file.id.get_vfd_handle())
+                self._identity = _identity(self._fd)
                 return _index(Gate(path, os.fstat(self._fd).st_size), file)
         except H5FormatError:
             raise
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as ex:
             reason = " ".join(str(ex).split())
-            raise _read_error(path, reason) or H5FormatError(
+            raise _read_error(path, ex, reason) or H5FormatError(
                 f"{path}: not a sound HDF5 file ({reason}); pack the pictures again with pack-h5"
             ) from ex
 
@@ -154,8 +185,8 @@ class PackedFile:
     def announce(self, start: int, length: int) -> None:
         """Tell the kernel that these bytes will be read soon; it returns at once."""
         if hasattr(os, "posix_fadvise"):
-            for at in range(start, start + length, _READAHEAD):
-                size = min(_READAHEAD, start + length - at)
+            for at in range(start, start + length, READAHEAD):
+                size = min(READAHEAD, start + length - at)
                 os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_WILLNEED)
 
 
@@ -163,6 +194,11 @@ def read_index(path: str | os.PathLike[str]) -> FileIndex:
     """Open, validate and close a packed file; raises what `PackedFile` does."""
     with PackedFile(path) as file:
         return file.index
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _open_hdf5(path: Path) -> h5py.File:
@@ -188,10 +224,11 @@ def _probe(path: Path) -> None:
         raise H5FormatError(f"{path}: not a regular file; give a file that pack-h5 has made")
 
 
-def _read_error(path: Path, reason: str) -> OSError | None:
-    """Return the system's error that HDF5 reports in words, None where the file itself is wrong."""
+def _read_error(path: Path, error: Exception, reason: str) -> OSError | None:
+    """Return the system's error, that HDF5 may report in words; None where the file is wrong."""
     codes = re.findall(r", errno = (\d+), error message = '", reason)
-    return OSError(int(codes[-1]), os.strerror(int(codes[-1])), str(path)) if codes else None
+    code = int(codes[-1]) if codes else getattr(error, "errno", None)
+    return OSError(code, os.strerror(code), str(path)) if code else None
 
 
 def _index(gate: Gate, file: h5py.File) -> FileIndex:
