@@ -362,7 +362,7 @@ def test_the_first_squeezed_image_comes_with_a_warning_where_nobody_asked(tmp_pa
         H5Dataset(write_packed(tmp_path / "a.h5", images))[0]
         with H5Loader(H5Dataset(path), 5) as loader:
             list(loader)
-        channel_stats(H5Dataset(path))
+        channel_stats(H5Dataset(path).pixels)
 
 
 def test_images_within_a_pixel_of_their_proportions_are_not_squeezed(tmp_path, images):
