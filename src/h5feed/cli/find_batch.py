@@ -54,7 +54,8 @@ def _find(command: _Command) -> None:
         test = _bounded(command.test, trial.data.count)
         sizes = find_batch(trial.step, partial(_batch, trial), trial.world, test, tell, trying)
     if command.draw is not None:
-        draw_batch_sizes(sizes, command.draw, trained_in_words(command.run))
+        what = f"{trained_in_words(command.run)}; the median of {test.steps} steps of each size."
+        draw_batch_sizes(sizes, command.draw, what)
     say(json.dumps(_as_dict(sizes)) if command.json else _in_words(sizes, test, command.run))
 
 

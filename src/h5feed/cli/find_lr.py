@@ -48,7 +48,9 @@ def _find(command: _Command) -> None:
         loader = trial.data.train_loader(trial.data.size)
         curve = find_lr(trial.step, loader, trial.world, command.test, tell)
     if command.draw is not None:
-        draw_lr_curve(curve, command.draw, trained_in_words(command.run))
+        run = command.run
+        what = f"{trained_in_words(run)}, batches of {run.batch_size}, seed {run.seed}."
+        draw_lr_curve(curve, command.draw, what)
     say(json.dumps(asdict(curve)) if command.json else _in_words(curve))
 
 

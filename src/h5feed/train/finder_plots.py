@@ -58,8 +58,9 @@ def draw_batch_sizes(sizes: BatchSizes, path: Path, what: str = "") -> None:
     best = sizes.fastest
     title = f"Batch sizes: {best.batch_size:,} is the smallest of the fastest"
     form: dict[str, Any] = {"height": 5.6, "rows": 2, "sharex": True}
-    with picture(path, extra="train", title=title, caption=what, **form) as (_, panels):
+    with picture(path, extra="train", title=title, caption=what, **form) as (figure, panels):
         speed, memory = panels
+        figure.get_layout_engine().set(w_pad=0.1)  # inches: labels would touch the edge
         speed.plot(places, [t.images_per_second for t in trials], "o-", color=OURS)
         speed.plot(best.batch_size, best.images_per_second, "o", color=_MARK, ms=9)
         speed.set_ylabel("images per second")
@@ -72,6 +73,7 @@ def draw_batch_sizes(sizes: BatchSizes, path: Path, what: str = "") -> None:
             for number, size in enumerate(too_large):
                 label = "does not fit" if number == 0 else None
                 panel.axvline(size, color=PALE, ls=":", lw=1.4, label=label)
+            panel.margins(y=0.08)
             panel.set_ylim(bottom=0)
             panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
         if too_large:
