@@ -439,3 +439,12 @@ def test_random_corruptions_open_right_or_refuse(tmp_path, part):
     assert opened + refused == 250
     assert opened > 20
     assert refused > 20
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "\u202exyz", "a\x01b"])
+def test_a_refusal_holds_no_character_that_a_terminal_obeys(packed, name):
+    with h5py.File(packed, "r+") as file:
+        file[name] = np.zeros(3)
+    text = refusal(packed)
+    assert text.isprintable()
+    assert ascii(name)[1:-1] in text

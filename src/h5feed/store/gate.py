@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 
 from h5feed.errors import H5FormatError
+from h5feed.printable import printable
 from h5feed.store.layout import (
     IMAGES,
     MAX_ITEM_PIXELS,
@@ -50,7 +51,8 @@ class Gate:
 
     def refuse(self, what: str) -> H5FormatError:
         """Return the error to raise."""
-        return H5FormatError(f"{self.path}: {what}; pack the pictures again with pack-h5")
+        said = printable(what)  # names and values are the file's, and may hold anything
+        return H5FormatError(f"{self.path}: {said}; pack the pictures again with pack-h5")
 
     def members(self, group: h5py.Group) -> list[str]:
         """Names in a group, all of them hard links."""

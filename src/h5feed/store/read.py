@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from h5feed.errors import H5FormatError
+from h5feed.printable import printable
 from h5feed.store.fingerprint import fingerprint
 from h5feed.store.gate import (
     Gate,
@@ -164,7 +165,8 @@ class PackedFile:
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as ex:
             reason = " ".join(str(ex).split())
             raise _read_error(path, ex, reason) or H5FormatError(
-                f"{path}: not a sound HDF5 file ({reason}); pack the pictures again with pack-h5"
+                f"{path}: not a sound HDF5 file ({printable(reason)}); "
+                "pack the pictures again with pack-h5"
             ) from ex
 
     def read(self, start: int, length: int) -> bytes:
