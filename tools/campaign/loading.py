@@ -46,6 +46,7 @@ def resumed(case: Case) -> None:
         "shuffle": case.random.choice([True, False, "block"]),
         "augment": case.random.choice(OPS),
         "views": case.random.choice([1, 1, 2]),
+        "io": case.random.choice(["map", "read"]),
         "seed": case.random.choice([0, 1, -5, 2**40]),
     }
     if case.random.random() < 0.3:

@@ -100,6 +100,7 @@ def _loader(case: Case, path: Path) -> None:
         shuffle=case.random.choice([True, False, "block"]),
         on_error=case.random.choice(["raise", "skip"]),
         views=case.random.choice([1, 2]),
+        io=case.random.choice(["map", "read"]),
     ) as loader:
         for _ in zip(range(64), loader, strict=False):
             pass
