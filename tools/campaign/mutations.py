@@ -111,7 +111,7 @@ def forged(case: Case) -> None:
         try:
             if path.is_file():
                 forge(case, path)
-        except (OSError, KeyError, ValueError, TypeError, RuntimeError, IndexError) as ex:
+        except (OSError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as ex:
             case.note(f"h5py cannot: {ex}")  # of two, the first may have made it unreadable
     if case.random.random() < 0.9 and path.is_file() and path.stat().st_size < 1 << 24:
         mend_fingerprint(path, known)
