@@ -55,7 +55,7 @@ def test_option_names_are_unique_so_that_the_command_line_can_be_flat():
         ({"optim": {"speed": 1}}, "config.optim has no option 'speed'; it has clip_norm, "),
         ({"optim": {"lr": "fast"}}, "config.optim.lr='fast' is not a float"),
         ({"epochs": 1.5}, "config.epochs=1.5 is not a int"),
-        ({"speed": {"precision": "fp8"}}, "precision='fp8' is not one of auto, fp32, tf32, bf16"),
+        ({"speed": {"precision": "fp8"}}, "precision='fp8' is not one of auto, torch, fp32, tf32,"),
         ({"optim": 3}, "config.optim=3 is not a table of options"),
         ({"optim": {"lr": -1.0}}, "--lr -1.0 is too small: it must be above 0"),
     ],

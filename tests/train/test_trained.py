@@ -21,6 +21,7 @@ def with_biases(num_outputs):
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_the_loaded_network_scores_what_the_run_scored(tmp_path, ema, channels_last):
     options = {"model": f"{__name__}:with_biases", "ema": ema, "channels_last": channels_last}
+    options["drop_biases"] = True  # which is known when it is loaded
     config = make_config(tmp_path, epochs=1, **options)
     summary = train(config, make_data(config))
     net = load_trained(tmp_path / "best.pt")
