@@ -1,6 +1,8 @@
 import json
 import math
+import os
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +210,55 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     summary = run(tmp_path, resume=True)
     assert (summary.steps, summary.best) == (8, 1.0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("schedule", ["constant", "onecycle", "cyclic", "cosine"])
+def test_more_epochs_on_resume_go_on_at_the_rates_of_the_longer_run(tmp_path, schedule):
+    options = {"schedule": schedule, "warmup": 0.0 if schedule == "constant" else None}
+    run(tmp_path / "long", epochs=4, **options)
+    run(tmp_path / "more", epochs=2, **options)
+    assert run(tmp_path / "more", epochs=4, resume=True, **options).steps == 16
+
+    def rates(name):
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        return [line["lr"] for line in lines if line["kind"] == "train"]
+
+    assert rates("more")[8:] == rates("long")[8:]
+    assert (rates("more")[:8] == rates("long")[:8]) == (schedule == "constant")
+    if schedule == "constant":
+        assert losses(tmp_path / "more") == losses(tmp_path / "long")
+    assert read_config(tmp_path / "more" / "config.json").epochs == 4
+    with pytest.raises(UsageError) as caught:
+        run(tmp_path / "more", epochs=3, resume=True, **options)
+    assert str(caught.value) == (
+        f"--epochs 3 is less than the 4 that the run in {tmp_path / 'more'} has done: resume with "
+        "as many or more"
+    )
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_last_checkpoints_are_kept_where_asked_for(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError("no links here")))
+
+    def kept():
+        return [path.name for path in sorted(tmp_path.glob("step-*"))]
+
+    run(tmp_path, epochs=1, save_every=1)
+    assert kept() == []
+    run(tmp_path, epochs=2, save_every=3, keep_last=2, overwrite=True)  # saved at 3, 4, 6, 8
+    assert kept() == ["step-00000006.pt", "step-00000008.pt"]
+    for step in (6, 8):
+        progress = load_checkpoint(tmp_path / f"step-{step:08}.pt")["progress"]
+        assert progress["step"] == step
+    # Going on from the older one takes the newer one out, which is made again.
+    (tmp_path / "last.pt").write_bytes((tmp_path / "step-00000006.pt").read_bytes())
+    whole = losses(tmp_path)
+    run(tmp_path, epochs=2, save_every=1, keep_last=2, resume=True)
+    assert kept() == ["step-00000007.pt", "step-00000008.pt"]
+    assert losses(tmp_path) == whole
+    run(tmp_path, epochs=1, overwrite=True)
+    assert kept() == []
 
 
 def test_the_best_is_kept_over_a_resume(tmp_path):

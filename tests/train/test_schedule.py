@@ -6,7 +6,7 @@ import torch
 from h5feed.errors import UsageError
 from h5feed.train.config import OptimConfig, ScheduleConfig
 from h5feed.train.optim import make_optimizer
-from h5feed.train.schedule import make_schedule
+from h5feed.train.schedule import go_to_step, make_schedule
 
 
 def rates(total, optimizer="sgd", **options):
@@ -103,3 +103,22 @@ def test_a_schedule_goes_on_from_its_state():
     other.load_state_dict(schedule.state_dict())
     first.step(), schedule.step(), second.step(), other.step()
     assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "onecycle", "cyclic", "cosine", "linear", "step"])
+def test_a_schedule_goes_to_any_step_at_once(schedule):
+    def made():
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+        return make_schedule(optimizer, ScheduleConfig(schedule=schedule), 0.1, 20)
+
+    walked = made()
+    for step in range(1, 21):
+        walked.optimizer.step()
+        walked.step()
+        jumped = made()
+        go_to_step(jumped, step)
+        for there, here in zip(
+            walked.optimizer.param_groups, jumped.optimizer.param_groups, strict=True
+        ):
+            assert (here["lr"], here["momentum"]) == (there["lr"], there["momentum"])
+        assert jumped.get_last_lr() == walked.get_last_lr()

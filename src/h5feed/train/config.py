@@ -268,6 +268,8 @@ class DebugConfig:
     """Steps between two readings of the loss, the only ones that wait for the device."""
     save_every: int = 0
     """Steps between two checkpoints; 0 saves after each epoch."""
+    keep_last: int = 0
+    """Keep the last so many checkpoints as step-NNNNNNNN.pt, beside last.pt and best.pt."""
     tensorboard: bool = True
     """Write TensorBoard's files too, when it is installed."""
     plot: bool = True
@@ -275,7 +277,7 @@ class DebugConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "log_every")
-        at_least(self, 0, "save_every")
+        at_least(self, 0, "save_every", "keep_last")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +291,8 @@ class TrainConfig:
     out: Path = Path("run")
     """Folder for config.json, metrics.jsonl, checkpoints and curves.png."""
     resume: bool = False
-    """Go on from the last checkpoint in --out, in mid-epoch too."""
+    """Go on from the last checkpoint in --out, in mid-epoch too. With more --epochs, the learning
+    rate goes on where it would be in a run of that many epochs (it may rise again)."""
     overwrite: bool = False
     """Start anew where --out holds a run already."""
     epochs: int = 10

@@ -20,6 +20,7 @@ __all__ = [
     "METRICS",
     "MetricsLog",
     "check_folder",
+    "kept_checkpoints",
     "memory_mb",
     "read_metrics",
 ]
@@ -47,6 +48,11 @@ def check_folder(config: TrainConfig) -> None:
         )
 
 
+def kept_checkpoints(out: Path) -> list[Path]:
+    """Return the checkpoints that --keep-last kept in `out`, the oldest first."""
+    return sorted(out.glob("step-" + "[0-9]" * 8 + ".pt"))
+
+
 class MetricsLog:
     """metrics.jsonl, one line per reading, and TensorBoard's files where it is installed.
 
@@ -64,7 +70,8 @@ class MetricsLog:
         """Make the folder this run's: what an older one left goes, config.json is written.
 
         To be called when the first step is done, so that a run that cannot be begun costs
-        nothing. Of a resumed run, the lines after `step`, which it makes again, are taken out.
+        nothing. Of a resumed run, what was logged and kept after `step`, which it makes again, is
+        taken out.
         """
         if self._path is None:
             return
@@ -78,12 +85,12 @@ class MetricsLog:
             with replaced(self._path) as file:
                 file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
             if not config.resume:
-                for name in (
-                    LAST,
-                    BEST,
-                    CURVES,
-                ):  # last: a full disk leaves what can be gone on with
+                for name in (LAST, BEST, CURVES):
+                    # Last of all: a full disk leaves what can be gone on with.
                     (out / name).unlink(missing_ok=True)
+            for path in kept_checkpoints(out):
+                if not config.resume or int(path.stem.removeprefix("step-")) > self._step:
+                    path.unlink()
         except OSError as ex:
             said = f"--out {out} could not be written: {ex.strerror}"
             raise H5FeedError(f"{said}. Make room, or name another folder") from ex

@@ -57,8 +57,7 @@ def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
     """Train from where the run stands to the end of its last epoch."""
     config, step = run.config, run.step
 
-    while step.count < config.epochs * run.steps_per_epoch:
-        epoch = step.count // run.steps_per_epoch
+    for epoch in range(run.epoch, config.epochs):
         end = (epoch + 1) * run.steps_per_epoch
 
         batches = run.recorder.waiting(run.loaders.at(epoch))
@@ -76,7 +75,7 @@ def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
         is_best = score_epoch(run, epoch)
         if epoch + 1 < config.epochs:
             run.loaders.at(epoch + 1)  # what is saved now goes on with the next epoch
-        save(run, epoch, best=is_best)
+        save(run, epoch, best=is_best, done=True)
 
 
 def is_due(every: int, step: int) -> bool:
@@ -107,8 +106,13 @@ def score_epoch(run: Run, epoch: int) -> bool:
     return run.recorder.scored(step.count, epoch, loss, metric)
 
 
-def save(run: Run, epoch: int, *, best: bool = False) -> None:
-    """Save the run, unless its loss or its weights have become NaN."""
+def save(run: Run, epoch: int, *, best: bool = False, done: bool = False) -> None:
+    """Save the run in or, where it is `done`, after `epoch`; NaN in loss or weights is an error."""
     report(run, epoch)
     run.recorder.check_weights(weights_are_finite(run.step.net), run.step.count, epoch)
-    run.saver.save({"step": run.step.count, "best": run.recorder.summary.best}, best=best)
+    progress = {
+        "step": run.step.count,
+        "epoch": epoch + 1 if done else epoch,
+        "best": run.recorder.summary.best,
+    }
+    run.saver.save(progress, best=best)

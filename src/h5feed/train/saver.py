@@ -1,5 +1,7 @@
 """When a run is saved and from what it goes on."""
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,16 +11,23 @@ import torch
 from torch import nn
 
 from h5feed.errors import UsageError
-from h5feed.train.checkpoint import Stateful, capture, load_checkpoint, restore, save_checkpoint
+from h5feed.train.checkpoint import (
+    Stateful,
+    capture,
+    load_checkpoint,
+    replaced,
+    restore,
+    save_checkpoint,
+)
 from h5feed.train.config import TrainConfig
 from h5feed.train.distributed import World
 from h5feed.train.limits import flag
-from h5feed.train.log import BEST, LAST
+from h5feed.train.log import BEST, LAST, kept_checkpoints
 
 __all__ = ["Saver", "weights_are_finite"]
 
-_RECIPE = ("epochs", "batch_size", "seed", "model", "loss", "recipe", "optim", "schedule")
-"""What a resumed run must keep; loaders, devices and precision may change."""
+_RECIPE = ("batch_size", "seed", "model", "loss", "recipe", "optim", "schedule")
+"""What a resumed run must keep; epochs, loaders, devices and precision may change."""
 
 
 class Saver:
@@ -34,6 +43,7 @@ class Saver:
         """`facts` are saved as they are: what it takes to build the network again."""
         self._recipe = {name: value for name, value in asdict(config).items() if name in _RECIPE}
         self._out, self._world = config.out, world
+        self._keep_last = config.debug.keep_last
         self._parts, self._facts = parts, facts
 
     def save(self, progress: Mapping[str, Any], *, best: bool = False) -> None:
@@ -43,6 +53,8 @@ class Saver:
             save_checkpoint(self._out / LAST, state)
             if best:
                 save_checkpoint(self._out / BEST, state)
+            if self._keep_last:
+                keep_checkpoint(self._out, progress["step"], self._keep_last)
 
     def resume(self) -> dict[str, Any]:
         """Restore last.pt and return its progress; UsageError where the recipe is another."""
@@ -68,6 +80,19 @@ class Saver:
                 f"--resume: {path} has {before} steps an epoch, and this data {now}: resume on the "
                 "files it was begun with"
             )
+
+
+def keep_checkpoint(out: Path, step: int, count: int) -> None:
+    """Keep last.pt under its `step` as well; of all those that are kept, the last `count` stay."""
+    path = out / f"step-{step:08}.pt"
+    path.unlink(missing_ok=True)
+    try:
+        os.link(out / LAST, path)  # last.pt is replaced whole, so what the link names stays
+    except OSError:  # a file system without hard links
+        with replaced(path) as file, (out / LAST).open("rb") as saved:
+            shutil.copyfileobj(saved, file)
+    for old in kept_checkpoints(out)[:-count]:
+        old.unlink()
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

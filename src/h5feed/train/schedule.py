@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from h5feed.train.config import ScheduleConfig
 
-__all__ = ["make_schedule", "warmup_steps"]
+__all__ = ["go_to_step", "make_schedule", "warmup_steps"]
 
 
 def make_schedule(
@@ -39,6 +39,19 @@ def make_schedule(
             **_momenta(optimizer),
         )
     return LambdaLR(optimizer, partial(_factor, config, total_steps))
+
+
+def go_to_step(schedule: LRScheduler, step: int) -> None:
+    """Give a new schedule the rate (and momentum) that it has at `step`, optimizer steps from 0.
+
+    All schedules here are functions of the step, so none is saved: a run that is resumed with
+    more epochs goes on at the rate that a run of that many epochs would have there.
+    """
+    if step:
+        schedule.last_epoch = step - 1
+        schedule._step_count = step
+        schedule.optimizer._opt_called = True  # type: ignore[attr-defined]
+        schedule.step()
 
 
 def _momenta(optimizer: Optimizer) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from h5feed.train.precision import make_autocast, make_scaler
 from h5feed.train.recompute import checkpoint_blocks
 from h5feed.train.recorder import Recorder
 from h5feed.train.saver import Saver
-from h5feed.train.schedule import make_schedule
+from h5feed.train.schedule import go_to_step, make_schedule
 from h5feed.train.step import TrainStep
 from h5feed.train.surgery import drop_biases
 from h5feed.train.tasks import Task, make_task
@@ -47,6 +47,8 @@ class Run:
     step: TrainStep
     saver: Saver
     recorder: Recorder
+    epoch: int
+    """The one to begin with; all its steps may be done, and its scoring not."""
     steps_per_epoch: int
 
 
@@ -62,6 +64,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
     net, dropped = build_network(config, data)
     step = build_step(config, net, task, world, precision, total)
     parts = {"loaders": loaders, **step.stateful(), "random": RandomState(world)}
+    del parts["schedule"]  # a function of the step, which --epochs may stretch
     facts: dict[str, Any] = {
         "model": config.model.model,
         "num_outputs": data.num_outputs,
@@ -69,8 +72,16 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
         "steps_per_epoch": steps_per_epoch,
     }
     saver = Saver(config, world, parts, facts)
-    progress: dict[str, Any] = saver.resume() if config.resume else {"step": 0, "best": None}
+    progress: dict[str, Any] = {"step": 0, "epoch": 0, "best": None}
+    if config.resume:
+        progress = saver.resume()
     step.count = progress["step"]
+    if step.count > total:
+        raise UsageError(
+            f"--epochs {config.epochs} is less than the {step.count / steps_per_epoch:.3g} that "
+            f"the run in {config.out} has done: resume with as many or more"
+        )
+    go_to_step(step.schedule, step.count)
     recorder = Recorder(config, task, world, done=step.count, total=total, best=progress["best"])
     if dropped:
         recorder.say(
@@ -84,6 +95,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
         step=step,
         saver=saver,
         recorder=recorder,
+        epoch=progress["epoch"],
         steps_per_epoch=steps_per_epoch,
     )
 
