@@ -17,7 +17,7 @@ def pack_h5(*args):
 
 def test_packs_as_the_function_does(folder, out, capsys):
     assert pack_h5(folder, out, "--size", 32, "--store", "yuv420", "--workers", 1) == 0
-    assert "x.h5: 24 pictures, 2 classes, " in capsys.readouterr().out
+    assert "x.h5: 24 images, 2 classes, " in capsys.readouterr().out
     packed = sha256(out)
     pack(folder, out, size=32, store="yuv420", overwrite=True, workers=0)
     assert sha256(out) == packed
@@ -123,7 +123,7 @@ def test_a_terminal_shows_a_bar(folder, out, columns):
 @pytest.mark.parametrize("text", ["\x1b[2J\x9b\x07", "\u202e\u2066", "\udce9\n\r\u2028"])
 def test_no_name_of_a_file_can_write_on_the_terminal(tmp_path, capsys, text):
     """The source's folders and files, one of them broken, and OUT."""
-    folder = make_folder(tmp_path / text / "pictures")
+    folder = make_folder(tmp_path / text / "images")
     (folder / "cats").rename(folder / f"{text}cats")
     (folder / f"{text}cats" / f"{text}.jpg").write_bytes(b"x")
     out = tmp_path / text / f"{text}.h5"

@@ -1,4 +1,4 @@
-"""Folders of pictures that the tests of packing make."""
+"""Folders of images that the tests of packing make."""
 
 import hashlib
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-BROKEN = b"\xff\xd8\xff\xe0 not a picture"
+BROKEN = b"\xff\xd8\xff\xe0 not an image"
 
 
-def make_picture(path: Path, height: int, width: int, seed: int) -> None:
-    """Write a smooth random picture: noise would make every JPEG setting look bad."""
+def make_image(path: Path, height: int, width: int, seed: int) -> None:
+    """Write a smooth random image: noise would make every JPEG setting look bad."""
     path.parent.mkdir(parents=True, exist_ok=True)
     small = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), np.uint8)
     Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(path)
@@ -23,14 +23,14 @@ def make_folder(root: Path, *, per_class: int = 12, broken: tuple[int, ...] = ()
             ending = "png" if number % 5 == 4 else "jpg"
             path = root / name / f"{number:03}.{ending}"
             seed = label * per_class + number
-            make_picture(path, 30 + 7 * (seed % 5), 40 + 5 * (seed % 7), seed)
+            make_image(path, 30 + 7 * (seed % 5), 40 + 5 * (seed % 7), seed)
             if seed in broken:
                 path.write_bytes(BROKEN)
     return root
 
 
 def make_masks(folder: Path, masks: Path) -> Path:
-    """Make a mask of each picture's size in `masks`, each of one class of its own."""
+    """Make a mask of each image's size in `masks`, each of one class of its own."""
     for number, path in enumerate(sorted(folder.glob("*/*"))):
         target = masks / path.relative_to(folder).with_suffix(".png")
         target.parent.mkdir(parents=True, exist_ok=True)

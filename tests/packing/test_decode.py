@@ -21,35 +21,35 @@ from h5feed.packing.decode import DecodeError, decode_mask, decode_rgb, read_siz
 from pictures import encoded, jpeg_bytes, smooth, with_orientation
 
 PIXELS = smooth(40, 56)
-PICTURE = Image.fromarray(PIXELS)
+IMAGE = Image.fromarray(PIXELS)
 RAMP = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (4, 1)))
 
 
 def files():
-    rgba = PICTURE.convert("RGBA")
-    rgba.putalpha(RAMP.resize(PICTURE.size))
-    palette, second = PICTURE.quantize(64), PICTURE.rotate(90)
+    rgba = IMAGE.convert("RGBA")
+    rgba.putalpha(RAMP.resize(IMAGE.size))
+    palette, second = IMAGE.quantize(64), IMAGE.rotate(90)
     deep = Image.fromarray(PIXELS[..., 0].astype(np.uint16) * 257)
     turned = {"exif": with_orientation(6)}
     frames = {"save_all": True, "append_images": [second]}
     return {
-        "jpeg": encoded(PICTURE, "JPEG", **turned),
-        "progressive": encoded(PICTURE, "JPEG", progressive=True),
-        "cmyk": encoded(PICTURE.convert("CMYK"), "JPEG"),
-        "png": encoded(PICTURE, "PNG", **turned),
+        "jpeg": encoded(IMAGE, "JPEG", **turned),
+        "progressive": encoded(IMAGE, "JPEG", progressive=True),
+        "cmyk": encoded(IMAGE.convert("CMYK"), "JPEG"),
+        "png": encoded(IMAGE, "PNG", **turned),
         "png alpha": encoded(rgba, "PNG"),
         "png palette": encoded(palette, "PNG", transparency=3),
         "png 16": encoded(deep, "PNG"),
         "gif": encoded(palette, "GIF", save_all=True, append_images=[second.quantize(9)]),
-        "webp": encoded(PICTURE, "WEBP", **turned),
+        "webp": encoded(IMAGE, "WEBP", **turned),
         "webp lossless": encoded(rgba, "WEBP", lossless=True),
-        "webp frames": encoded(PICTURE, "WEBP", **frames),
-        "bmp": encoded(PICTURE, "BMP"),
-        "ppm": encoded(PICTURE, "PPM"),
-        "pbm": encoded(PICTURE.convert("1"), "PPM"),
-        "tiff": encoded(PICTURE, "TIFF"),
-        "tiff lzw": encoded(PICTURE, "TIFF", compression="tiff_lzw"),
-        "tiff jpeg": encoded(PICTURE, "TIFF", compression="jpeg"),
+        "webp frames": encoded(IMAGE, "WEBP", **frames),
+        "bmp": encoded(IMAGE, "BMP"),
+        "ppm": encoded(IMAGE, "PPM"),
+        "pbm": encoded(IMAGE.convert("1"), "PPM"),
+        "tiff": encoded(IMAGE, "TIFF"),
+        "tiff lzw": encoded(IMAGE, "TIFF", compression="tiff_lzw"),
+        "tiff jpeg": encoded(IMAGE, "TIFF", compression="jpeg"),
         "tiff 16": encoded(deep, "TIFF"),
     }
 
@@ -58,8 +58,8 @@ FILES = files()
 
 
 def by_pillow(data, mode="RGB"):
-    with Image.open(io.BytesIO(data)) as picture:
-        return np.asarray(ImageOps.exif_transpose(picture).convert(mode))
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert(mode))
 
 
 def over(rgba, background):
@@ -100,7 +100,7 @@ def test_ycck_jpeg_is_what_pillow_reads():
 
 
 def test_jpeg_of_rgb_components_is_what_pillow_reads():
-    data = encoded(PICTURE, "JPEG", quality=95, keep_rgb=True)
+    data = encoded(IMAGE, "JPEG", quality=95, keep_rgb=True)
     assert furthest(decode_rgb(data), by_pillow(data)) == 0
 
 
@@ -121,7 +121,7 @@ def test_jpeg_with_stray_bytes_is_read_and_a_cut_one_refused():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_exif_orientation_is_applied_in_every_format(kind, turn):
     options = {"quality": 100, "lossless": True} if kind == "WEBP" else {}
-    data = encoded(PICTURE, kind, exif=with_orientation(turn), **options)
+    data = encoded(IMAGE, kind, exif=with_orientation(turn), **options)
     pixels = decode_rgb(data)
     np.testing.assert_array_equal(pixels, by_pillow(data))
     assert pixels.flags.c_contiguous
@@ -133,15 +133,15 @@ def test_exif_orientation_is_applied_in_every_format(kind, turn):
 
 
 def test_a_jpeg_inside_tiff_is_turned_once():
-    data = encoded(PICTURE, "TIFF", compression="jpeg", exif=with_orientation(6))
+    data = encoded(IMAGE, "TIFF", compression="jpeg", exif=with_orientation(6))
     np.testing.assert_array_equal(decode_rgb(data), by_pillow(data))
     assert read_size(data) == (56, 40)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_unreadable_exif_leaves_the_picture_as_it_lies():
+def test_unreadable_exif_leaves_the_image_as_it_lies():
     for kind in ("PNG", "WEBP"):
-        data = encoded(PICTURE, kind, exif=b"Exif\0\0MM\0*\xff\xff\xff\xff", lossless=True)
+        data = encoded(IMAGE, kind, exif=b"Exif\0\0MM\0*\xff\xff\xff\xff", lossless=True)
         np.testing.assert_array_equal(decode_rgb(data), PIXELS)
 
 
@@ -153,24 +153,24 @@ def test_unreadable_exif_leaves_the_picture_as_it_lies():
 def test_lossless_formats_give_their_pixels(kind, mode):
     if (kind, mode) == ("PPM", "P"):
         return  # PPM has no palette
-    picture = PICTURE.convert(mode)
-    np.testing.assert_array_equal(decode_rgb(encoded(picture, kind)), picture.convert("RGB"))
+    image = IMAGE.convert(mode)
+    np.testing.assert_array_equal(decode_rgb(encoded(image, kind)), image.convert("RGB"))
 
 
 def test_every_tiff_compression_gives_its_pixels():
     for compression in (None, "tiff_lzw", "tiff_adobe_deflate", "packbits"):
         np.testing.assert_array_equal(
-            decode_rgb(encoded(PICTURE, "TIFF", compression=compression)), PIXELS
+            decode_rgb(encoded(IMAGE, "TIFF", compression=compression)), PIXELS
         )
-    cmyk = PICTURE.convert("CMYK")
+    cmyk = IMAGE.convert("CMYK")
     np.testing.assert_array_equal(decode_rgb(encoded(cmyk, "TIFF")), cmyk.convert("RGB"))
 
 
 @pytest.mark.parametrize("background", [(255, 255, 255), (0, 0, 0), (12, 200, 99)])
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
 def test_alpha_is_composited(kind, background):
-    rgba = PICTURE.convert("RGBA")
-    rgba.putalpha(RAMP.resize(PICTURE.size))
+    rgba = IMAGE.convert("RGBA")
+    rgba.putalpha(RAMP.resize(IMAGE.size))
     data = encoded(rgba, kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
     pixels = decode_rgb(data, background=background)
     assert furthest(pixels, over(rgba, background)) <= 1
@@ -182,16 +182,16 @@ def test_alpha_is_composited(kind, background):
 
 
 def test_gray_with_alpha_is_composited():
-    picture = PICTURE.convert("LA")
-    picture.putalpha(RAMP.resize(PICTURE.size))
-    pixels = decode_rgb(encoded(picture, "PNG"), background=(0, 0, 200))
-    assert furthest(pixels, over(picture.convert("RGBA"), (0, 0, 200))) <= 1
+    image = IMAGE.convert("LA")
+    image.putalpha(RAMP.resize(IMAGE.size))
+    pixels = decode_rgb(encoded(image, "PNG"), background=(0, 0, 200))
+    assert furthest(pixels, over(image.convert("RGBA"), (0, 0, 200))) <= 1
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF"])
 def test_a_palette_with_a_transparent_entry_is_composited(kind):
-    picture = PICTURE.quantize(16)
-    data = encoded(picture, kind, transparency=3)
+    image = IMAGE.quantize(16)
+    data = encoded(image, kind, transparency=3)
     pixels = decode_rgb(data, background=(1, 2, 3))
     clear = by_pillow(data, "RGBA")[..., 3] == 0
     assert clear.any()
@@ -200,20 +200,20 @@ def test_a_palette_with_a_transparent_entry_is_composited(kind):
 
 
 def test_a_palette_with_levels_of_transparency_is_composited():
-    data = encoded(PICTURE.quantize(16), "PNG", transparency=bytes(range(0, 256, 16)))
+    data = encoded(IMAGE.quantize(16), "PNG", transparency=bytes(range(0, 256, 16)))
     rgba = Image.fromarray(by_pillow(data, "RGBA"), "RGBA")
     assert furthest(decode_rgb(data, background=(9, 9, 9)), over(rgba, (9, 9, 9))) <= 1
 
 
 @pytest.mark.parametrize(("mode", "clear"), [("RGB", (10, 20, 30)), ("L", 77), ("1", 1)])
 def test_a_transparent_color_is_composited(mode, clear):
-    picture = PICTURE.convert(mode)
-    picture.putpixel((3, 5), clear if mode != "1" else 255)
-    pixels = decode_rgb(encoded(picture, "PNG", transparency=clear), background=(200, 0, 100))
+    image = IMAGE.convert(mode)
+    image.putpixel((3, 5), clear if mode != "1" else 255)
+    pixels = decode_rgb(encoded(image, "PNG", transparency=clear), background=(200, 0, 100))
     assert tuple(pixels[5, 3]) == (200, 0, 100)
-    opaque = np.asarray(picture) != (1 if mode == "1" else clear)
+    opaque = np.asarray(image) != (1 if mode == "1" else clear)
     opaque = opaque.any(-1) if opaque.ndim == 3 else opaque
-    np.testing.assert_array_equal(pixels[opaque], np.asarray(picture.convert("RGB"))[opaque])
+    np.testing.assert_array_equal(pixels[opaque], np.asarray(image.convert("RGB"))[opaque])
 
 
 @pytest.mark.parametrize("kind", [".png", ".tif"])
@@ -237,8 +237,8 @@ def test_16_bit_alpha_is_composited():
 
 def test_16_bit_gray_with_a_transparent_value_is_composited():
     values = np.array([[1000, 1001, 65535]], np.uint16)
-    picture = Image.fromarray(values)
-    pixels = decode_rgb(encoded(picture, "PNG", transparency=1001), background=(1, 2, 3))
+    image = Image.fromarray(values)
+    pixels = decode_rgb(encoded(image, "PNG", transparency=1001), background=(1, 2, 3))
     np.testing.assert_array_equal(pixels, [[(3, 3, 3), (1, 2, 3), (255, 255, 255)]])
 
 
@@ -253,42 +253,42 @@ def test_pnm_of_another_range_fills_the_whole_one():
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "TIFF", "PNG"])
 def test_the_first_frame_stands_for_all(kind):
-    second = Image.new("RGB", PICTURE.size, (255, 0, 0))
+    second = Image.new("RGB", IMAGE.size, (255, 0, 0))
     options = {"lossless": True} if kind == "WEBP" else {}
-    first = PICTURE.quantize(64).convert("RGB") if kind == "GIF" else PICTURE
+    first = IMAGE.quantize(64).convert("RGB") if kind == "GIF" else IMAGE
     data = encoded(first, kind, save_all=True, append_images=[second], **options)
-    with Image.open(io.BytesIO(data)) as picture:
-        assert picture.n_frames == 2
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.n_frames == 2
     np.testing.assert_array_equal(decode_rgb(data), by_pillow(data))
     assert furthest(decode_rgb(data), np.asarray(first)) <= (1 if kind == "GIF" else 0)
 
 
 @pytest.mark.parametrize("mode", ["F", "I", "LAB"])
 def test_pixels_without_a_fixed_range_are_refused(mode):
-    picture = Image.new(mode, (4, 3))
-    error = refused(encoded(picture, "TIFF"))
+    image = Image.new(mode, (4, 3))
+    error = refused(encoded(image, "TIFF"))
     assert str(error) == f"unsupported pixels (Pillow mode {mode})"
 
 
-# --- what is no picture -----------------------------------------------------
+# --- what is no image -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "empty file"),
-        (b"hello, world", "not a picture in a known format"),
-        (b"Python is no PPM", "not a picture in a known format"),
-        (b"RIFF\x10\0\0\0WAVEfmt " + bytes(20), "not a picture in a known format"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0", "not a picture in a known format"),
-        (b"<svg></svg>", "not a picture in a known format"),
-        (bytes(100), "not a picture in a known format"),
+        (b"hello, world", "not an image in a known format"),
+        (b"Python is no PPM", "not an image in a known format"),
+        (b"RIFF\x10\0\0\0WAVEfmt " + bytes(20), "not an image in a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0", "not an image in a known format"),
+        (b"<svg></svg>", "not an image in a known format"),
+        (bytes(100), "not an image in a known format"),
         (b"\xff\xd8", "truncated"),
         (b"\x89PNG\r\n\x1a\n", "damaged"),
         (b"P6 0 5 255\n", "damaged"),
     ],
 )
-def test_what_is_no_picture_has_a_short_reason(data, reason):
+def test_what_is_no_image_has_a_short_reason(data, reason):
     assert refused(data).reason == reason
     with pytest.raises(DecodeError, match=reason):
         read_size(data)
@@ -321,7 +321,7 @@ def test_an_absurd_size_is_refused_from_the_header(data):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP"])
 def test_the_cap_holds_to_the_pixel_in_every_format(kind):
-    data = encoded(PICTURE, kind)
+    data = encoded(IMAGE, kind)
     assert decode_rgb(data, max_pixels=40 * 56).shape == PIXELS.shape
     assert refused(data, max_pixels=40 * 56 - 1).reason == "too many pixels"
     with pytest.raises(DecodeError, match="40x56, more than max_pixels=10"):
@@ -333,17 +333,17 @@ def test_pillows_own_cap_neither_interferes_nor_changes(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for kind in ("JPEG", "PNG", "GIF", "BMP", "PPM"):
-            assert decode_rgb(encoded(PICTURE, kind)).shape == PIXELS.shape
+            assert decode_rgb(encoded(IMAGE, kind)).shape == PIXELS.shape
     assert Image.MAX_IMAGE_PIXELS == 100
     # Pillow's WebP and TIFF readers ask for themselves.
-    error = refused(encoded(PICTURE, "WEBP"))
+    error = refused(encoded(IMAGE, "WEBP"))
     assert str(error) == "too many pixels (more than Pillow decodes in this format)"
 
 
 @pytest.mark.parametrize(("kind", "least"), [("WEBP", 17), ("TIFF", 12)])
 def test_the_memory_that_decoding_takes_is_capped_too(kind, least, monkeypatch):
     monkeypatch.setattr(decode, "_SPARE_BYTES", 0)
-    data = encoded(PICTURE, kind)
+    data = encoded(IMAGE, kind)
     need = least * 40 * 56 + len(data)
     assert decode_rgb(data, max_pixels=-(-need // 12)).shape == PIXELS.shape
     error = refused(data, max_pixels=max(40 * 56, need // 12 - 1))
@@ -353,20 +353,20 @@ def test_the_memory_that_decoding_takes_is_capped_too(kind, least, monkeypatch):
 
 def test_a_progressive_files_coefficients_count(monkeypatch):
     monkeypatch.setattr(decode, "_SPARE_BYTES", 0)
-    data = encoded(PICTURE.convert("CMYK"), "JPEG", progressive=True)
+    data = encoded(IMAGE.convert("CMYK"), "JPEG", progressive=True)
     assert decode._bytes_per_pixel(data) == 4 + 2 * 4
     assert "to decode, more than 12 bytes for each" in refused(data, max_pixels=40 * 56).detail
 
 
 def test_webp_is_measured_before_libwebp_makes_canvases():
     for options in ({}, {"lossless": True}, {"exif": with_orientation(6)}):
-        data = encoded(PICTURE, "WEBP", **options)
+        data = encoded(IMAGE, "WEBP", **options)
         assert decode._webp_size(data) == (40, 56)
     large = data[:24] + b"\xff\xff\xff\xff\xff\xff" + data[30:]
     assert refused(large).detail.startswith("16777216x16777216, more than max_pixels=")
 
 
-def test_a_file_too_large_to_be_a_picture_is_not_read(tmp_path):
+def test_a_file_too_large_to_be_a_image_is_not_read(tmp_path):
     path = tmp_path / "x.jpg"
     with path.open("wb") as file:
         file.truncate(50_000_000_000)
@@ -504,7 +504,7 @@ def broken(data, rng):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.filterwarnings("ignore")
-def test_damage_is_a_picture_or_a_decode_error(name):
+def test_damage_is_a_image_or_a_decode_error(name):
     data, rng = FILES[name], np.random.default_rng(0)
     outcomes = set()
     for _ in range(150):
@@ -534,11 +534,11 @@ def test_masks_keep_their_numbers(monkeypatch):
     see_through = Image.fromarray(255 - numbers)
     gray_alpha = Image.merge("LA", (gray, see_through))
     color_alpha = Image.merge("RGBA", (gray, gray, gray, see_through))
-    for picture in (gray, palette, color, deep, gray_alpha, color_alpha):
+    for image in (gray, palette, color, deep, gray_alpha, color_alpha):
         monkeypatch.setattr(codec, "_BAND_PIXELS", 1 << 20)
-        mask = decode_mask(encoded(picture, "PNG"))
+        mask = decode_mask(encoded(image, "PNG"))
         monkeypatch.setattr(codec, "_BAND_PIXELS", 90)  # three rows at a time
-        np.testing.assert_array_equal(decode_mask(encoded(picture, "PNG")), mask)
+        np.testing.assert_array_equal(decode_mask(encoded(image, "PNG")), mask)
         np.testing.assert_array_equal(mask, numbers)
         assert mask.dtype == np.uint8
         assert mask.flags.c_contiguous
@@ -546,7 +546,7 @@ def test_masks_keep_their_numbers(monkeypatch):
     np.testing.assert_array_equal(decode_mask(encoded(bits, "PNG")), numbers > 2)
 
 
-def test_masks_are_turned_like_pictures():
+def test_masks_are_turned_like_images():
     numbers = np.arange(12, dtype=np.uint8).reshape(3, 4)
     data = encoded(Image.fromarray(numbers), "PNG", exif=with_orientation(6))
     np.testing.assert_array_equal(decode_mask(data), np.rot90(numbers, -1))
@@ -554,7 +554,7 @@ def test_masks_are_turned_like_pictures():
 
 def test_what_is_no_mask_is_refused():
     with pytest.raises(DecodeError, match="a mask needs one channel of class numbers"):
-        decode_mask(encoded(PICTURE, "PNG"))
+        decode_mask(encoded(IMAGE, "PNG"))
     with pytest.raises(DecodeError, match="a mask's class numbers are 0 to 255"):
         decode_mask(encoded(Image.fromarray(np.array([[300]], np.uint16)), "PNG"))
     with pytest.raises(DecodeError, match="a mask of 16 bits needs one channel"):

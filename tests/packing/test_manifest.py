@@ -147,11 +147,11 @@ def test_a_path_that_leaves_the_source_is_refused(root, path):
     said = repr(path).replace(str(root.parent), "…")
     assert refusal(root, f"path\n{path}\n") == (
         f"…/list.csv, line 2, column 'path': {said} lies outside SRC '…/src': "
-        "give a SRC that holds all pictures"
+        "give a SRC that holds all images"
     )
 
 
-def test_a_source_reached_through_a_link_holds_its_pictures(root):
+def test_a_source_reached_through_a_link_holds_its_images(root):
     link = root.parent / "link"
     link.symlink_to(root)
     (root / "out.jpg").symlink_to(root.parent / "elsewhere.jpg")
@@ -175,8 +175,8 @@ def test_two_classes_of_one_name_are_refused(root):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("", "manifest '…/list.csv' lists no pictures"),
-        ("path,label\n", "manifest '…/list.csv' lists no pictures"),
+        ("", "manifest '…/list.csv' lists no images"),
+        ("path,label\n", "manifest '…/list.csv' lists no images"),
         (
             "name,label\nx,0\n",
             "…/list.csv: no column of paths among name, label: "
@@ -263,7 +263,7 @@ def test_a_mistake_is_named_by_line_and_column(root, text, error):
         (
             '{"path": "../a\\u0000"}',
             "…/l.jsonl, line 1, column 'path': '../a\\x00' lies outside SRC '…/src': "
-            "give a SRC that holds all pictures",
+            "give a SRC that holds all images",
         ),
         ('{"path": 5}', "…/l.jsonl, line 1, column 'path': 5 is not a path"),
         ("[" * 1_000_000, "…/l.jsonl, line 1: nested too deep"),

@@ -14,7 +14,7 @@ from h5feed.packing.output import OutputPaths
 from packing.folders import make_folder, make_masks, names, sha256
 
 SIZE = 32
-KEPT = r"(\d+) of 8 pictures are kept in {out}\.partial: the same command with --resume goes on"
+KEPT = r"(\d+) of 8 images are kept in {out}\.partial: the same command with --resume goes on"
 
 
 class FailingDisk:
@@ -53,7 +53,7 @@ class FailingDisk:
 
 @pytest.fixture
 def few(tmp_path, monkeypatch):
-    """Options for eight pictures with masks, in blocks of two."""
+    """Options for eight images with masks, in blocks of two."""
     monkeypatch.setattr(blocks, "_MOST", 2)
     # One sync, at the end, so that the calls come in the same order every time.
     monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 1e9)
@@ -67,7 +67,7 @@ def few(tmp_path, monkeypatch):
 
 
 def make_masks_of_whole(folder, tmp_path):
-    """Make masks of pictures of which one is broken."""
+    """Make masks of images of which one is broken."""
     make_folder(tmp_path / "unbroken", per_class=4)
     return make_masks(tmp_path / "unbroken", tmp_path / "masks")
 

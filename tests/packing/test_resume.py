@@ -17,7 +17,7 @@ from h5feed.errors import PackError, UsageError
 from h5feed.packing import blocks, encode, journal, ledger, pack, run
 from h5feed.packing.output import OutputPaths
 from h5feed.store.check import check_file
-from packing.folders import make_folder, make_masks, make_picture, names, sha256
+from packing.folders import make_folder, make_image, make_masks, names, sha256
 
 SIZE = 64
 KILLS = 20
@@ -25,7 +25,7 @@ KILLS = 20
 
 @pytest.fixture
 def _small_steps(monkeypatch):
-    """Blocks of a few pictures, saved without a pause: much to go wrong in a short run."""
+    """Blocks of a few images, saved without a pause: much to go wrong in a short run."""
     monkeypatch.setattr(blocks, "_MOST", 4)
     monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 0.0)
 
@@ -91,10 +91,10 @@ def interrupt(monkeypatch, folder, out, count, **options):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """Several hundred pictures that take about a second, some of them broken."""
-    root = tmp_path_factory.mktemp("many") / "pictures"
+    """Several hundred images that take about a second, some of them broken."""
+    root = tmp_path_factory.mktemp("many") / "images"
     for number in range(40):
-        make_picture(root / "a" / f"{number:02}.jpg", 480, 640, number)
+        make_image(root / "a" / f"{number:02}.jpg", 480, 640, number)
     (root / "a" / "17.jpg").write_bytes(b"")
     for name in "bcdefghij":
         (root / name).symlink_to(root / "a")
@@ -207,7 +207,7 @@ def test_interrupted_by_the_keyboard(folder, out, monkeypatch):
         return read(path, **limits)
 
     monkeypatch.setattr(encode, "read_file", press)
-    with pytest.raises(KeyboardInterrupt, match=r"^interrupted; \d+ of 24 pictures are kept in .*"):
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted; \d+ of 24 images are kept in .*"):
         pack(folder, out, size=SIZE, workers=0)
     monkeypatch.setattr(encode, "read_file", read)
     assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed >= 8
@@ -238,10 +238,10 @@ def test_other_versions_do_not_resume(folder, out, monkeypatch):
 def test_a_changed_source_does_not_resume(folder, out, monkeypatch):
     interrupt(monkeypatch, folder, out, 3)
     os.utime(folder / "dogs" / "011.jpg", (1, 1))
-    with pytest.raises(PackError, match=r"the source has changed \(24 pictures then, 24 now\)"):
+    with pytest.raises(PackError, match=r"the source has changed \(24 images then, 24 now\)"):
         pack(folder, out, size=SIZE, workers=0, resume=True)
     (folder / "dogs" / "011.jpg").unlink()
-    with pytest.raises(PackError, match=r"the source has changed \(24 pictures then, 23 now\)"):
+    with pytest.raises(PackError, match=r"the source has changed \(24 images then, 23 now\)"):
         pack(folder, out, size=SIZE, workers=0, resume=True)
     assert pack(folder, out, size=SIZE, workers=0, overwrite=True).items == 23
 
@@ -263,7 +263,7 @@ def test_limits_and_workers_may_change(folder, out):
 def test_a_stricter_limit_counts_what_was_skipped_before(folder, out, monkeypatch):
     make_folder(folder, broken=(1, 2))
     interrupt(monkeypatch, folder, out, 3)
-    with pytest.raises(PackError, match=r"max_skipped=1 pictures .* cats/002\.jpg"):
+    with pytest.raises(PackError, match=r"max_skipped=1 images .* cats/002\.jpg"):
         pack(folder, out, size=SIZE, workers=0, max_skipped=1, resume=True)
     assert pack(folder, out, size=SIZE, workers=0, resume=True).items == 22
 
@@ -345,7 +345,7 @@ def test_pixels_that_are_lost_are_packed_again(folder, out, monkeypatch, capsys,
     assert summary.resumed < 18
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
-    said = rf"x\.h5\.partial does not hold what its journal says from picture {summary.resumed} on"
+    said = rf"x\.h5\.partial does not hold what its journal says from image {summary.resumed} on"
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -479,7 +479,7 @@ def test_a_forged_journal_resumes_to_the_same_bytes_or_is_one_sentence(interrupt
         with h5py.File(out) as file:
             provenance = json.loads(file.attrs["provenance"])
         assert provenance["counts"]["packed"] == report.items == 22, seed
-    assert len([text for text in said if text.startswith("has an entry behind picture N ")]) == 1
+    assert len([text for text in said if text.startswith("has an entry behind image N ")]) == 1
     assert all("--overwrite" in text and text.isprintable() for text in said)
     assert sum(said.values()) > 60
 
@@ -562,7 +562,7 @@ def test_a_foreign_out_is_not_taken_for_the_end_of_a_run(folder, out, just_renam
 
 def test_a_finished_out_that_was_damaged_since_is_not_called_done(folder, out, just_renamed):
     flip(out, 20_000)
-    with pytest.raises(PackError, match=r"was finished and is damaged \(1 of 24 pictures\): --ov"):
+    with pytest.raises(PackError, match=r"was finished and is damaged \(1 of 24 images\): --ov"):
         pack(folder, out, size=SIZE, workers=0, resume=True)
     flip(out, 20_000)
     assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 24

@@ -29,7 +29,8 @@ from h5feed.packing.sizing import fit_image
 from h5feed.packing.sources import open_source
 from h5feed.packing.workers import pack_here
 from h5feed.store.check import check_file
-from packing.folders import make_folder, make_picture, names, sha256
+from h5feed.store.read import read_index
+from packing.folders import make_folder, make_image, names, sha256
 
 SIZE = 32
 
@@ -116,7 +117,7 @@ def test_every_store_and_fit_is_sound_and_the_same_for_all_workers(folder, out, 
     assert report.items == 24
 
 
-def test_masks_follow_their_pictures(folder, out, tmp_path):
+def test_masks_follow_their_images(folder, out, tmp_path):
     masks = tmp_path / "masks"
     for path in folder.glob("*/*"):
         width, height = Image.open(path).size
@@ -128,7 +129,7 @@ def test_masks_follow_their_pictures(folder, out, tmp_path):
     wrong = masks / "cats" / "005.png"
     Image.fromarray(np.zeros((3, 3), np.uint8)).save(wrong)
     summary = pack(folder, out, size=SIZE, fit="keep", masks=masks, workers=2)
-    assert summary.skipped == (("cats/005.jpg", "mask of another size (mask 3x3, picture 30x65)"),)
+    assert summary.skipped == (("cats/005.jpg", "mask of another size (mask 3x3, image 30x65)"),)
     assert check_file(out).is_sound
     with h5py.File(out) as file:
         assert file["masks/shapes"][:].tolist() == file["images/shapes"][:].tolist()
@@ -157,8 +158,8 @@ def test_auto_takes_the_power_of_two_nearest_to_the_median(folder, out):
 
 
 def test_auto_reads_a_header_that_lies_behind_a_large_comment(out, tmp_path):
-    path = tmp_path / "pictures" / "a.jpg"
-    make_picture(path, 64, 64, 0)
+    path = tmp_path / "images" / "a.jpg"
+    make_image(path, 64, 64, 0)
     data = path.read_bytes()
     comment = b"\xff\xfe\xff\xff" + bytes(0xFFFD)
     path.write_bytes(data[:2] + comment * 2 + data[2:])
@@ -198,8 +199,8 @@ def test_summary_in_words_and_as_json(folder, out):
     make_folder(folder, broken=(5, 6))
     summary = pack(folder, out, size=SIZE, workers=1)
     text = str(summary)
-    assert "x.h5: 22 pictures, 2 classes, " in text
-    assert "2 pictures skipped:\n  2 × " in text
+    assert "x.h5: 22 images, 2 classes, " in text
+    assert "2 images skipped:\n  2 × " in text
     assert "stretch: 50x44 (median sides) → 32x32: proportions change" in text
     assert "--fit keep" in text
     fields_ = json.loads(summary.to_json())
@@ -213,15 +214,15 @@ def test_the_names_of_targets_are_kept_and_told(folder, out, tmp_path):
     manifest.write_text("id,path,y,age\n7,cats/000.jpg,0.5,3\n8,dogs/001.jpg,1,4\n")
     summary = pack(folder, out, size=SIZE, manifest=manifest, targets=["age", "y"], workers=0)
     assert summary.targets == ("age", "y")
-    assert "x.h5: 2 pictures, 2 targets (age, y), " in str(summary)
+    assert "x.h5: 2 images, 2 targets (age, y), " in str(summary)
     assert provenance(out)["targets"] == provenance(out)["options"]["targets"] == ["age", "y"]
-    assert file_facts(out)["targets"] == ["age", "y"]
+    assert file_facts(read_index(out))["targets"] == ["age", "y"]
     with h5py.File(out) as file:
         assert file["labels"][:].tolist() == [[3, 0.5], [4, 1]]
     unnamed = pack(Pairs([(a, [1.0, 2]) for a in arrays()]), out, size=16, overwrite=True)
     assert unnamed.targets == ("0", "1")
     assert "targets" not in provenance(out)
-    assert file_facts(out)["targets"] == ["0", "1"]
+    assert file_facts(read_index(out))["targets"] == ["0", "1"]
 
 
 def test_progress_lists_what_is_skipped(folder, out, capsys):
@@ -358,7 +359,7 @@ def test_a_folder_that_cannot_be_written(folder):
         pack(folder, "/proc/x.h5")
 
 
-# --- pictures that cannot be packed
+# --- images that cannot be packed
 
 
 def test_fail_stops_at_the_first_in_source_order(folder, out):
@@ -368,7 +369,7 @@ def test_fail_stops_at_the_first_in_source_order(folder, out):
     assert pack(folder, out, size=SIZE, workers=2, resume=True).items == 21
 
 
-def test_a_failure_at_the_first_picture_leaves_nothing_behind(folder, out):
+def test_a_failure_at_the_first_image_leaves_nothing_behind(folder, out):
     make_folder(folder, broken=(0,))
     with pytest.raises(PackError, match=r"^cats/000\.jpg .*; nothing was kept$"):
         pack(folder, out, size=SIZE, on_error="fail", workers=2)
@@ -377,16 +378,16 @@ def test_a_failure_at_the_first_picture_leaves_nothing_behind(folder, out):
 
 def test_more_than_max_skipped_stops(folder, out):
     make_folder(folder, broken=(2, 9, 15))
-    with pytest.raises(PackError, match=r"more than max_skipped=2 pictures .* is dogs/003\.jpg: "):
+    with pytest.raises(PackError, match=r"more than max_skipped=2 images .* is dogs/003\.jpg: "):
         pack(folder, out, size=SIZE, max_skipped=2, workers=1)
     assert pack(folder, out, size=SIZE, max_skipped=3, workers=1, resume=True).items == 21
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_max_skipped_stops_at_the_picture_that_exceeds_it(folder, out, capfd, count):
-    """Not at the end of its block, and no picture behind it is spoken of."""
+def test_max_skipped_stops_at_the_image_that_exceeds_it(folder, out, capfd, count):
+    """Not at the end of its block, and no image behind it is spoken of."""
     make_folder(folder, broken=(2, 9, 15, 16, 17))
-    with pytest.raises(PackError, match=r"more than max_skipped=2 pictures .* is dogs/003\.jpg: "):
+    with pytest.raises(PackError, match=r"more than max_skipped=2 images .* is dogs/003\.jpg: "):
         pack(folder, out, size=SIZE, max_skipped=2, workers=count, progress=True)
     said = [line.split()[1] for line in capfd.readouterr().err.splitlines()]
     assert said == ["cats/002.jpg:", "cats/009.png:", "dogs/003.jpg:"]
@@ -411,11 +412,11 @@ def test_max_skipped_is_ten_or_one_percent():
 
 
 def test_nothing_to_pack_is_an_error(out, tmp_path):
-    folder = make_folder(tmp_path / "pictures", per_class=2, broken=(0, 1, 2, 3))
-    with pytest.raises(PackError, match="none of the 4 pictures can be packed"):
+    folder = make_folder(tmp_path / "images", per_class=2, broken=(0, 1, 2, 3))
+    with pytest.raises(PackError, match="none of the 4 images can be packed"):
         pack(folder, out, size=SIZE, workers=1)
     assert names(out.parent) == []
-    with pytest.raises(PackError, match="size=auto: not one picture of those looked at"):
+    with pytest.raises(PackError, match="size=auto: not one image of those looked at"):
         pack(folder, out, workers=1)
     assert names(out.parent) == []
 
@@ -428,14 +429,14 @@ def test_an_unreadable_file_is_skipped(folder, out, monkeypatch):
 
 
 def test_a_thin_line_is_not_blown_up(folder, out):
-    make_picture(folder / "cats" / "line.png", 1, 4000, 0)
+    make_image(folder / "cats" / "line.png", 1, 4000, 0)
     summary = pack(folder, out, size=SIZE, fit="keep", workers=1)
     reason = "too many pixels (1x4000 would be resized to 32x128000)"
     assert summary.skipped == (("cats/line.png", reason),)
 
 
 def test_a_side_that_jpeg_cannot_hold_is_skipped(folder, out):
-    make_picture(folder / "cats" / "line.png", 1, 65501, 0)
+    make_image(folder / "cats" / "line.png", 1, 65501, 0)
     summary = pack(folder, out, store="original", non_jpeg="reencode", workers=1)
     reason = "too many pixels (1x65501, and JPEG holds 65500 a side)"
     assert summary.skipped == (("cats/line.png", reason),)
@@ -503,7 +504,7 @@ def test_a_full_disk_leaves_what_can_be_resumed(folder, out, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(caught.value).startswith(f"cannot write {out}.partial: File too large; ")
     assert str(caught.value).endswith(
-        f"of 24 pictures are kept in {out}.partial: the same command with --resume goes on"
+        f"of 24 images are kept in {out}.partial: the same command with --resume goes on"
     )
     assert sha256(out) == expected
     summary = pack(folder, out, size=SIZE, workers=2, overwrite=True, resume=True)
@@ -622,7 +623,7 @@ def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkey
         with pytest.raises(PackError) as caught:
             pack(folder, out, size=SIZE, workers=0)
     assert str(caught.value).startswith("out of memory at cats/008.jpg: fewer --workers or a small")
-    assert "8 of 24 pictures are kept" in str(caught.value)
+    assert "8 of 24 images are kept" in str(caught.value)
     assert pack(folder, out, size=SIZE, workers=0, resume=True).items == 24
 
 
@@ -670,7 +671,7 @@ def test_a_file_of_50_gb_is_skipped_by_its_size(folder, out, size):
         file.truncate(900_000)
     summary = pack(folder, out, size=size, workers=0, max_pixels=10_000)
     assert [reason.split(" (")[0] for _, reason in summary.skipped] == [
-        "not a picture in a known format",
+        "not an image in a known format",
         "file too large",
     ]
     assert summary.skipped[1][1].startswith("file too large (50.0 GB, more than 12 bytes for each")
@@ -731,11 +732,11 @@ def arrays(count=6):
     ids=["pil", "numpy", "tensor"],
 )
 def test_a_dataset_of_any_image_type(out, convert):
-    pictures = arrays()
-    pack(Pairs([(convert(a), i % 2) for i, a in enumerate(pictures)]), out, size=16)
+    images = arrays()
+    pack(Pairs([(convert(a), i % 2) for i, a in enumerate(images)]), out, size=16)
     (spec,) = field_specs(PackOptions(), (16, 16))
     with h5py.File(out) as file:
-        assert np.array_equal(file["images"][:], [fit_image(a, spec)[0] for a in pictures])
+        assert np.array_equal(file["images"][:], [fit_image(a, spec)[0] for a in images])
         assert file["labels"][:].tolist() == [0, 1, 0, 1, 0, 1]
         assert file["classes"].asstr()[:].tolist() == ["even", "odd"]
     assert keys(out) == list("012345")
@@ -811,7 +812,7 @@ def test_a_dataset_item_without_pixels_is_skipped(out):
 
 
 def test_a_dataset_without_items_is_refused(out):
-    with pytest.raises(UsageError, match="source=Pairs holds no pictures"):
+    with pytest.raises(UsageError, match="source=Pairs holds no images"):
         pack(Pairs([]), out)
     assert names(out.parent) == []
 

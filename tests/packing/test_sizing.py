@@ -144,11 +144,11 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_keep_is_torchvisions_resize_of_a_pillow_picture(shape):
+def test_keep_is_torchvisions_resize_of_a_pillow_image(shape):
     transforms = pytest.importorskip("torchvision.transforms")
-    picture = Image.fromarray(smooth(*shape))
-    expected = np.asarray(transforms.Resize(64, antialias=True)(picture))
-    stored, box = fit_image(np.asarray(picture), image_spec(size=(64, 64), fit="keep"))
+    image = Image.fromarray(smooth(*shape))
+    expected = np.asarray(transforms.Resize(64, antialias=True)(image))
+    stored, box = fit_image(np.asarray(image), image_spec(size=(64, 64), fit="keep"))
     assert furthest(stored, expected) <= 2
     assert box == (0, 0, *stored.shape[:2])
 
@@ -156,10 +156,10 @@ def test_keep_is_torchvisions_resize_of_a_pillow_picture(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_crop_is_torchvisions_resize_and_center_crop(shape):
     transforms = pytest.importorskip("torchvision.transforms")
-    picture = Image.fromarray(smooth(*shape))
+    image = Image.fromarray(smooth(*shape))
     recipe = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(64)])
-    stored, box = fit_image(np.asarray(picture), image_spec(size=(64, 64), fit="crop"))
-    assert furthest(stored, np.asarray(recipe(picture))) <= 2
+    stored, box = fit_image(np.asarray(image), image_spec(size=(64, 64), fit="crop"))
+    assert furthest(stored, np.asarray(recipe(image))) <= 2
     assert box == (0, 0, 64, 64)
 
 
@@ -177,7 +177,7 @@ def test_crop_to_an_oblong_covers_it_and_keeps_the_center(shape, size):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pad_lays_the_whole_picture_on_the_background(shape):
+def test_pad_lays_the_whole_image_on_the_background(shape):
     pixels = smooth(*shape)
     spec = image_spec(size=(64, 96), fit="pad")
     stored, (top, left, height, width) = fit_image(pixels, spec, background=(1, 2, 3))
@@ -198,18 +198,18 @@ def test_pad_lays_the_whole_picture_on_the_background(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("fit", ["stretch", "crop", "pad", "keep"])
 @pytest.mark.parametrize("encoding", ["raw", "yuv420"])
-def test_a_mask_lies_on_its_picture(shape, fit, encoding):
-    """A mask that marks the picture's right half marks the same stored pixels."""
+def test_a_mask_lies_on_its_image(shape, fit, encoding):
+    """A mask that marks the image's right half marks the same stored pixels."""
     spec = image_spec(encoding, size=(32, 32), fit=fit)
     half = np.zeros(shape, np.uint8)
     half[:, shape[1] // 2 :] = 255
     mask = fit_mask(half, spec)
-    picture, box = fit_image(np.repeat(half[..., None], 3, -1), spec, background=(0, 0, 0))
-    assert mask.shape == (*picture.shape[:2], 1)
-    certain = (picture[..., 0] < 64) | (picture[..., 0] > 191)
-    np.testing.assert_array_equal(mask[certain][:, 0] > 0, picture[certain][:, 0] > 127)
+    image, box = fit_image(np.repeat(half[..., None], 3, -1), spec, background=(0, 0, 0))
+    assert mask.shape == (*image.shape[:2], 1)
+    certain = (image[..., 0] < 64) | (image[..., 0] > 191)
+    np.testing.assert_array_equal(mask[certain][:, 0] > 0, image[certain][:, 0] > 127)
     if encoding == "yuv420":
-        assert not any(number % 2 for number in (*picture.shape[:2], *box))
+        assert not any(number % 2 for number in (*image.shape[:2], *box))
 
 
 def test_masks_fill_the_letterbox_as_told():
@@ -239,7 +239,7 @@ def test_the_result_is_torchs_own_memory_not_a_copy_of_planes():
     assert peak < 2000 * 2000 * 3  # numpy's copies are traced, torch's memory is not
 
 
-def test_one_picture_is_resized_the_same_on_any_number_of_threads():
+def test_one_image_is_resized_the_same_on_any_number_of_threads():
     pixels, before = smooth(300, 400), torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -86,17 +86,17 @@ def test_empty_classes_are_named_or_kept(tmp_path):
     touch(tmp_path, "a/1.jpg", "b/readme.md", "c/1.jpg")
     (tmp_path / "d").mkdir()
     text = refusal(UsageError, tmp_path)
-    assert text.startswith("no pictures (.jpg, .jpeg, ")
+    assert text.startswith("no images (.jpg, .jpeg, ")
     assert f"in the class folders b, d of '{tmp_path}': remove them, or keep them" in text
     source = open_source(tmp_path, allow_empty=True)
     assert source.classes == ("a", "b", "c", "d")
     assert source.labels.tolist() == [0, 2]
 
 
-def test_pictures_beside_the_classes_are_noted(tmp_path):
+def test_images_beside_the_classes_are_noted(tmp_path):
     source = open_source(touch(tmp_path, "a/1.jpg", "loose.jpg", "readme.md"))
     assert keys(source) == ["a/1.jpg"]
-    assert source.notes == ("left out, of no class: 1 picture beside the class folders",)
+    assert source.notes == ("left out, of no class: 1 image beside the class folders",)
 
 
 def test_a_link_to_a_folder_above_is_refused(tmp_path):
@@ -146,7 +146,7 @@ def test_what_is_no_source_is_one_sentence(tmp_path):
     assert text == f"SRC '{tmp_path}/nowhere' does not exist: give a folder"
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert refusal(UsageError, empty).startswith(f"SRC '{empty}' holds no pictures (.jpg, ")
+    assert refusal(UsageError, empty).startswith(f"SRC '{empty}' holds no images (.jpg, ")
     touch(tmp_path / "classes", "a/1.txt")
     assert refusal(UsageError, tmp_path / "classes", allow_empty=True).startswith("SRC ")
 
@@ -249,14 +249,14 @@ def test_a_long_search_says_what_it_has_found(tmp_path, monkeypatch, capsys):
     open_source(tmp_path / "images" / "a", progress=True)
     said = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
     assert [line.partition(", ")[0] for line in said] == [
-        "finding pictures: 1",
-        "finding pictures: 2",
+        "finding images: 1",
+        "finding images: 2",
         "finding masks: 1 of 2",
         "finding masks: 2 of 2",
         "looking at files: 1 of 2",
         "looking at files: 2 of 2",
-        "finding pictures: 1",
-        "finding pictures: 1",
+        "finding images: 1",
+        "finding images: 1",
     ]
 
 

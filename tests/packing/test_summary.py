@@ -16,7 +16,7 @@ def said(*shapes):
         ([(100, 100), (50, 50), (300, 300)], "stretch: 100x100 (median sides) → 8x8"),
         (
             [(100, 100), (50, 200), (200, 50)],
-            "stretch: 100x100 (median sides) → 8x8: proportions of 2 of 3 pictures change",
+            "stretch: 100x100 (median sides) → 8x8: proportions of 2 of 3 images change",
         ),
         (
             [(50, 200), (200, 50)],
@@ -24,7 +24,7 @@ def said(*shapes):
         ),
     ],
 )
-def test_the_summary_says_how_many_pictures_change_their_proportions(shapes, expected):
+def test_the_summary_says_how_many_images_change_their_proportions(shapes, expected):
     assert said(*shapes) == expected
 
 

@@ -1,4 +1,4 @@
-"""pack-h5: a folder of pictures into one HDF5 file."""
+"""pack-h5: a folder of images into one HDF5 file."""
 
 import sys
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Command:
-    """Pack a folder of pictures into one HDF5 file.
+    """Pack a folder of images into one HDF5 file.
 
-    Subfolders of SRC are classes (SRC/cat/1.jpg); a folder of pictures alone has none.
+    Subfolders of SRC are classes (SRC/cat/1.jpg); a folder of images alone has none.
     """
 
     src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """Folder of pictures."""
+    """Folder of images."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.h5")]
     """File to make."""
     packing: PackOptions = field(default_factory=PackOptions)

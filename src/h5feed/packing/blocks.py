@@ -1,4 +1,4 @@
-"""How the pictures are cut into blocks, and how a block's payload reaches the disk."""
+"""How the images are cut into blocks, and how a block's payload reaches the disk."""
 
 import os
 from collections.abc import Iterator, Sequence

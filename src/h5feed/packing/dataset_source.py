@@ -1,4 +1,4 @@
-"""A map-style dataset of (image, label) as a source of pictures."""
+"""A map-style dataset of (image, label) as a source of images."""
 
 import operator
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from PIL import Image
 
 from h5feed.cores import is_out_of_memory
 from h5feed.errors import UsageError
-from h5feed.packing.decode import DAMAGED, DecodeError, picture_to_rgb
+from h5feed.packing.decode import DAMAGED, DecodeError, image_to_rgb
 
 __all__ = ["DatasetSource"]
 
@@ -19,8 +19,8 @@ class DatasetSource:
     """Presents `dataset[i] == (image, label)` for 0 ≤ i < len(dataset) to packing.
 
     An image is a PIL image, a uint8 array (H, W, 3) or (H, W), or a uint8 tensor (C, H, W). A
-    label is a class number, or numeric targets. Labels are noted as their pictures are read,
-    so `labels` is whole once packing is through. The key of a picture is its number.
+    label is a class number, or numeric targets. Labels are noted as their images are read,
+    so `labels` is whole once packing is through. The key of an image is its number.
     """
 
     def __init__(self, dataset: Any, *, background: tuple[int, int, int]) -> None:
@@ -33,7 +33,7 @@ class DatasetSource:
                 "with a length: give one of them"
             ) from ex
         if not self._count:
-            raise UsageError(f"source={type(dataset).__name__} holds no pictures")
+            raise UsageError(f"source={type(dataset).__name__} holds no images")
         self.classes = tuple(str(name) for name in getattr(dataset, "classes", ()))
         self.targets: tuple[str, ...] = ()
         """A dataset's targets have no names."""
@@ -43,7 +43,7 @@ class DatasetSource:
         return self._count
 
     def key(self, index: int) -> bytes:
-        """Return the picture's number as text."""
+        """Return the image's number as text."""
         return b"%d" % index
 
     @property
@@ -57,10 +57,10 @@ class DatasetSource:
         return np.frombuffer(b"".join(map(self.key, range(len(self)))), np.uint8)
 
     def rgb(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return picture `index` as uint8 (H, W, 3), and note its label."""
+        """Return image `index` as uint8 (H, W, 3), and note its label."""
         try:
             sample = self.dataset[index]
-        except Exception as ex:  # whatever a dataset raises for a bad picture
+        except Exception as ex:  # whatever a dataset raises for a bad image
             if is_out_of_memory(ex):
                 raise
             raise DecodeError("cannot be loaded", f"{type(ex).__name__}: {ex}") from ex
@@ -75,7 +75,7 @@ class DatasetSource:
 
     def _to_rgb(self, index: int, image: Any) -> npt.NDArray[np.uint8]:
         if isinstance(image, Image.Image):
-            return picture_to_rgb(image, self._background)
+            return image_to_rgb(image, self._background)
         import torch  # here, as in sizing: pack-h5 --help needs none of it
 
         if isinstance(image, torch.Tensor):

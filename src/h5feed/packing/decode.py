@@ -2,7 +2,7 @@
 
 What differs from torchvision's default loader (`Image.open(path).convert("RGB")`):
 
-- EXIF orientation is applied, in every format (torchvision leaves the picture lying).
+- EXIF orientation is applied, in every format (torchvision leaves the image lying).
 - Alpha is composited on `background`: RGBA, gray with alpha, palettes with transparent
   entries, and a transparent color (torchvision drops alpha and shows what lay under it).
 - 16-bit gray is scaled by keeping the high byte, `v >> 8`, which is what Pillow and libpng do
@@ -49,7 +49,7 @@ __all__ = [
     "DecodeError",
     "decode_mask",
     "decode_rgb",
-    "picture_to_rgb",
+    "image_to_rgb",
     "read_file",
     "read_size",
     "whole_images_only",
@@ -61,10 +61,10 @@ Color = tuple[int, int, int]
 BYTES_PER_PIXEL = 12
 """Of memory that decoding may take for each of `max_pixels`, the file's bytes included."""
 _SPARE_BYTES = 64 << 20
-"""More than a small picture takes, whatever its format and metadata."""
+"""More than a small image takes, whatever its format and metadata."""
 
 EMPTY = "empty file"
-NOT_A_PICTURE = "not a picture in a known format"
+NOT_AN_IMAGE = "not an image in a known format"
 TRUNCATED = "truncated"
 DAMAGED = "damaged"
 TOO_LARGE = "too many pixels"
@@ -89,7 +89,7 @@ _OPENERS: tuple[tuple[bytes, Callable[[io.BytesIO], ImageFile.ImageFile]], ...] 
 
 
 class DecodeError(H5FeedError):
-    """A file cannot be packed as a picture."""
+    """A file cannot be packed as an image."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -140,7 +140,7 @@ def read_file(path: bytes, *, max_pixels: int = MAX_PIXELS, most: int | None = N
 def decode_rgb(
     data: bytes, *, background: Color = (255, 255, 255), max_pixels: int = MAX_PIXELS
 ) -> UInt8:
-    """Decode a picture file to upright RGB: uint8 (H, W, 3), C-contiguous.
+    """Decode an image file to upright RGB: uint8 (H, W, 3), C-contiguous.
 
     Raises DecodeError whatever the bytes are, and MemoryError where memory ran out, which is
     not the file's fault. The header's size is held against `max_pixels` before any pixel is
@@ -152,10 +152,10 @@ def decode_rgb(
             _check_size(header.height, header.width, max_pixels)
             _check_bytes(data, header.height, header.width, max_pixels)
             return decode_jpeg(data)
-        picture = _open(data, max_pixels)
-        turn = _orientation(picture)
-        pixels = picture_to_rgb(picture, background)
-        del picture  # its pixels, before those of the turned copy are made
+        image = _open(data, max_pixels)
+        turn = _orientation(image)
+        pixels = image_to_rgb(image, background)
+        del image  # its pixels, before those of the turned copy are made
         return np.ascontiguousarray(orient(pixels, turn))
 
 
@@ -167,14 +167,14 @@ def decode_mask(data: bytes, *, max_pixels: int = MAX_PIXELS) -> UInt8:
     Raises DecodeError, and MemoryError where memory ran out.
     """
     with _refusals(data):
-        picture = _open(data, max_pixels)
-        turn = _orientation(picture)
-        if picture.format == "PNG" and data[_PNG_DEPTH] > 8 and len(picture.getbands()) > 1:
+        image = _open(data, max_pixels)
+        turn = _orientation(image)
+        if image.format == "PNG" and data[_PNG_DEPTH] > 8 and len(image.getbands()) > 1:
             # Pillow would keep the high byte of each number: 0 for every class.
             raise DecodeError(UNSUPPORTED, "a mask of 16 bits needs one channel")
-        kind = picture.getbands()
+        kind = image.getbands()
         return np.ascontiguousarray(
-            orient(pixels_in_bands(picture, lambda part: _to_classes(part, kind)), turn)
+            orient(pixels_in_bands(image, lambda part: _to_classes(part, kind)), turn)
         )
 
 
@@ -189,9 +189,9 @@ def _upright_size(data: bytes, max_pixels: int) -> tuple[int, int]:
         header = read_header(data)
         _check_size(header.height, header.width, max_pixels)
         return header.rotated_shape
-    picture = _open(data, max_pixels)
-    width, height = picture.size
-    return (width, height) if _orientation(picture) >= 5 else (height, width)
+    image = _open(data, max_pixels)
+    width, height = image.size
+    return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def _reason(ex: Exception) -> tuple[str, str]:
     if isinstance(ex, EOFError) or "truncated" in text:
         return TRUNCATED, ""
     if isinstance(ex, SyntaxError) and text.startswith("not a"):
-        return NOT_A_PICTURE, ""
+        return NOT_AN_IMAGE, ""
     return DAMAGED, str(ex) if "scans" in text else ""
 
 
@@ -258,11 +258,11 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         _check_bytes(data, height, width, max_pixels)
     for magic, opener in _OPENERS:
         if data.startswith(magic):
-            picture = opener(io.BytesIO(data))
-            _check_size(picture.height, picture.width, max_pixels)
-            _check_bytes(data, picture.height, picture.width, max_pixels)
-            return picture
-    raise DecodeError(NOT_A_PICTURE)
+            image = opener(io.BytesIO(data))
+            _check_size(image.height, image.width, max_pixels)
+            _check_bytes(data, image.height, image.width, max_pixels)
+            return image
+    raise DecodeError(NOT_AN_IMAGE)
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:
@@ -284,7 +284,7 @@ def _check_bytes(data: bytes, height: int, width: int, max_pixels: int) -> None:
 
 
 def _bytes_per_pixel(data: bytes) -> int:
-    """Return what decoding takes at its height, measured on pictures of 25 megapixels."""
+    """Return what decoding takes at its height, measured on images of 25 megapixels."""
     if data.startswith(b"RIFF"):
         return 17  # libwebp keeps two canvases of RGBA and hands out a copy
     if data.startswith((b"II", b"MM")):
@@ -315,39 +315,39 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     if kind == b"VP8 ":
         sides = struct.unpack_from("<HH", data, 26)
         return sides[1] & 0x3FFF, sides[0] & 0x3FFF
-    raise DecodeError(NOT_A_PICTURE)
+    raise DecodeError(NOT_AN_IMAGE)
 
 
-def _orientation(picture: ImageFile.ImageFile) -> int:
+def _orientation(image: ImageFile.ImageFile) -> int:
     """Return the EXIF orientation still to be applied; 1 where the tag cannot be read."""
-    if picture.format == "TIFF":
-        return 1  # Pillow's TIFF plugin turns the picture itself
+    if image.format == "TIFF":
+        return 1  # Pillow's TIFF plugin turns the image itself
     try:
-        turn: Any = picture.getexif().get(ORIENTATION_TAG)
-    except Exception:  # a picture is not refused for its metadata
+        turn: Any = image.getexif().get(ORIENTATION_TAG)
+    except Exception:  # an image is not refused for its metadata
         return 1
     return turn if isinstance(turn, int) and 1 <= turn <= 8 else 1
 
 
-def picture_to_rgb(picture: Image.Image, background: Color) -> UInt8:
-    """Return the pixels of a Pillow picture as RGB uint8 (H, W, 3), alpha composited."""
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format != "TIFF"):
-        return pixels_in_bands(picture, lambda part: _gray16_to_rgb(part, background))
-    if picture.mode in ("F", "I", "LAB"):
-        raise DecodeError(UNSUPPORTED, f"Pillow mode {picture.mode}")
-    picture.load()
-    if picture.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in picture.info:
+def image_to_rgb(image: Image.Image, background: Color) -> UInt8:
+    """Return the pixels of a Pillow image as RGB uint8 (H, W, 3), alpha composited."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format != "TIFF"):
+        return pixels_in_bands(image, lambda part: _gray16_to_rgb(part, background))
+    if image.mode in ("F", "I", "LAB"):
+        raise DecodeError(UNSUPPORTED, f"Pillow mode {image.mode}")
+    image.load()
+    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
         return pixels_in_bands(
-            picture, lambda part: _composite(np.asarray(part.convert("RGBA")), background)
+            image, lambda part: _composite(np.asarray(part.convert("RGBA")), background)
         )
-    return pixels_in_bands(picture, lambda part: np.asarray(part.convert("RGB")))
+    return pixels_in_bands(image, lambda part: np.asarray(part.convert("RGB")))
 
 
-def _gray16_to_rgb(picture: Image.Image, background: Color) -> UInt8:
-    values = np.asarray(picture)
+def _gray16_to_rgb(image: Image.Image, background: Color) -> UInt8:
+    values = np.asarray(image)
     rgba = np.empty((*values.shape, 4), np.uint8)
     rgba[..., :3] = (values >> 8)[..., None]
-    rgba[..., 3] = np.where(values == picture.info.get("transparency", -1), 0, 255)
+    rgba[..., 3] = np.where(values == image.info.get("transparency", -1), 0, 255)
     return _composite(rgba, background)
 
 
@@ -359,8 +359,8 @@ def _composite(rgba: UInt8, background: Color) -> UInt8:
     return ((rgba[..., :3] * alpha + below + 127) // 255).astype(np.uint8)
 
 
-def _to_classes(picture: Image.Image, bands: tuple[str, ...]) -> UInt8:
-    values = np.asarray(picture)
+def _to_classes(image: Image.Image, bands: tuple[str, ...]) -> UInt8:
+    values = np.asarray(image)
     if values.dtype.kind == "f":
         raise DecodeError(UNSUPPORTED, "a mask needs whole numbers")
     if values.ndim == 3:

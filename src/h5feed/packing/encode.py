@@ -1,4 +1,4 @@
-"""One block of pictures, read, decoded, sized and encoded, with what is to be known of each."""
+"""One block of images, read, decoded, sized and encoded, with what is to be known of each."""
 
 import errno
 import os
@@ -31,19 +31,19 @@ _OF_THE_SYSTEM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every worker knows: where pictures come from and what they become."""
+    """What every worker knows: where images come from and what they become."""
 
     source: Source | DatasetSource
     specs: tuple[FieldSpec, ...]
     options: PackOptions
 
     def name(self, index: int) -> str:
-        """Return the key of picture `index` for people to read."""
+        """Return the key of image `index` for people to read."""
         return os.fsdecode(self.source.key(index))
 
 
 class Skip(NamedTuple):
-    """A picture that could not be packed, and why."""
+    """An image that could not be packed, and why."""
 
     item: int
     reason: str
@@ -56,18 +56,18 @@ class Skip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What is to be known of the pictures `start` ≤ index < `stop`, apart from their pixels."""
+    """What is to be known of the images `start` ≤ index < `stop`, apart from their pixels."""
 
     start: int
     stop: int
     rows: npt.NDArray[np.void]
-    """One row of `row_type` per packed picture."""
+    """One row of `row_type` per packed image."""
     skips: tuple[Skip, ...]
-    """The pictures that could not be packed."""
+    """The images that could not be packed."""
     sizes: tuple[int, ...]
     """Bytes of payload, one number per field."""
     source_bytes: int
-    """Bytes of the packed pictures' files."""
+    """Bytes of the packed images' files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ def field_sizes(spec: FieldSpec, rows: npt.NDArray[np.void]) -> npt.NDArray[np.i
 def encode_block(
     job: Job, start: int, stop: int, skips_left: int, current: Any = None
 ) -> tuple[Record, list[list[Payload]]]:
-    """Encode pictures `start` to `stop`; return what is known of them and each field's payloads.
+    """Encode images `start` to `stop`; return what is known of them and each field's payloads.
 
-    One skip more than `skips_left` ends the block there: the run will stop at that picture.
+    One skip more than `skips_left` ends the block there: the run will stop at that image.
     `current`, a one-element sequence, is told the index at hand: should a decoder take the
     whole process down, the file can still be named.
     """
@@ -185,7 +185,7 @@ def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
     most = job.options.max_pixels
     mask = decode_mask(read_file(path, max_pixels=most), max_pixels=most)
     if mask.shape != shape:
-        sizes = f"mask {mask.shape[0]}x{mask.shape[1]}, picture {shape[0]}x{shape[1]}"
+        sizes = f"mask {mask.shape[0]}x{mask.shape[1]}, image {shape[0]}x{shape[1]}"
         raise DecodeError("mask of another size", sizes)
     return _flat(fit_mask(mask, job.specs[0], fill=job.options.mask_fill))
 

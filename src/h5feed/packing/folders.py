@@ -1,4 +1,4 @@
-"""The pictures of a folder of class folders, or of a flat folder, in torchvision's order."""
+"""The images of a folder of class folders, or of a flat folder, in torchvision's order."""
 
 import os
 import re
@@ -26,7 +26,7 @@ Seen = Callable[[], None]
 
 
 def read_folder(root: Path, *, allow_empty: bool, seen: Seen) -> Table:
-    """Find the pictures of `root`; `seen` is called for each.
+    """Find the images of `root`; `seen` is called for each.
 
     Raises UsageError for a folder that holds splits, empty classes or nothing, PackError for
     what cannot be read.
@@ -37,7 +37,7 @@ def read_folder(root: Path, *, allow_empty: bool, seen: Seen) -> Table:
     if classes:
         _refuse_splits(root, classes)
         if loose:
-            found = counted(len(loose), "picture")
+            found = counted(len(loose), "image")
             notes = (f"left out, of no class: {found} beside the class folders",)
         _add_classes(keys, root, classes, allow_empty)
     else:
@@ -45,7 +45,7 @@ def read_folder(root: Path, *, allow_empty: bool, seen: Seen) -> Table:
         while loose:  # frees each name as its bytes are kept
             keys.keep(os.fsencode(loose.pop()), -1)
     if not keys.labels:
-        raise UsageError(f"SRC {str(root)!r} holds no pictures ({', '.join(EXTENSIONS)})")
+        raise UsageError(f"SRC {str(root)!r} holds no images ({', '.join(EXTENSIONS)})")
     return keys.table(tuple(classes), notes)
 
 
@@ -78,19 +78,19 @@ class _Keys:
 
 
 def _scan(folder: Path, seen: Seen) -> tuple[list[str], list[str]]:
-    """Return the sorted names of a folder's subfolders, and those of the pictures beside them."""
-    folders, pictures = [], []
+    """Return the sorted names of a folder's subfolders, and those of the images beside them."""
+    folders, images = [], []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir():
                     folders.append(entry.name)
                 elif entry.name.lower().endswith(EXTENSIONS):
-                    pictures.append(entry.name)
+                    images.append(entry.name)
                     seen()
     except OSError as ex:
         raise _unreadable(ex) from ex
-    return sorted(folders), pictures
+    return sorted(folders), images
 
 
 def _unreadable(ex: OSError) -> PackError:
@@ -119,7 +119,7 @@ def _add_classes(keys: _Keys, root: Path, classes: list[str], allow_empty: bool)
             empty.append(name)
     if empty and not allow_empty:
         raise UsageError(
-            f"no pictures ({', '.join(EXTENSIONS)}) in the class folders {', '.join(empty)} of "
+            f"no images ({', '.join(EXTENSIONS)}) in the class folders {', '.join(empty)} of "
             f"{str(root)!r}: remove them, or keep them as classes with --allow-empty"
         )
 
@@ -145,7 +145,7 @@ def _folders(top: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _refuse_loop(folder: str) -> None:
-    """Refuse a link to a folder above itself, whose pictures torchvision would take 40 times."""
+    """Refuse a link to a folder above itself, whose images torchvision would take 40 times."""
     if not os.path.islink(folder):
         return
     target, here = os.path.realpath(folder), os.path.realpath(os.path.dirname(folder))

@@ -64,7 +64,7 @@ class Header:
     """What has to be the same for a run to go on."""
 
     source: str
-    """Digest over names, sizes, times and labels of all pictures."""
+    """Digest over names, sizes, times and labels of all images."""
     count: int
     content: dict[str, Any]
     """The options that decide the file's bytes."""
@@ -74,7 +74,7 @@ class Header:
         """Say in words where `now` differs from this header."""
         said = []
         if (self.source, self.count) != (now.source, now.count):
-            said.append(f"the source has changed ({self.count:,} pictures then, {now.count:,} now)")
+            said.append(f"the source has changed ({self.count:,} images then, {now.count:,} now)")
         for then, today in ((self.content, now.content), (self.versions, now.versions)):
             said += [
                 f"{printable(name)} was {_short.repr(then.get(name))} and is "
@@ -94,7 +94,7 @@ class Journal:
         """Where the header ends, and each entry that was read."""
         self._end = 0
         self.stop = 0
-        """All pictures before this one are safe."""
+        """All images before this one are safe."""
 
     def begin(self, header: Header) -> None:
         """Write the header of a new journal, in place of what there is; raises OSError."""
@@ -132,7 +132,7 @@ class Journal:
             try:
                 records.append(_parse_record(text, rows, start, header.count, self._specs))
             except (LookupError, TypeError, ValueError, RecursionError) as ex:
-                raise self._refuse(f"has an entry behind picture {start:,} without sense") from ex
+                raise self._refuse(f"has an entry behind image {start:,} without sense") from ex
         self.cut(records)
         return records
 
@@ -213,7 +213,7 @@ def _parse_header(text: bytes) -> Header:
 def _parse_record(
     text: bytes, rows: bytes, start: int, count: int, specs: Sequence[FieldSpec]
 ) -> Record:
-    """Return the entry that begins with picture `start` of `count`.
+    """Return the entry that begins with image `start` of `count`.
 
     Raises KeyError, TypeError or ValueError for what `append` would not have written.
     """
@@ -236,7 +236,7 @@ def _parse_record(
     packed, skipped = record.rows["index"].tolist(), [skip.item for skip in record.skips]
     in_order = packed == sorted(packed) and skipped == sorted(skipped)
     if not in_order or sorted(packed + skipped) != list(range(start, record.stop)):
-        raise ValueError("other pictures than it says")
+        raise ValueError("other images than it says")
     _check_rows(record, specs)
     return record
 
@@ -381,8 +381,8 @@ def intact_records(
             intact += 1
         if bar.done < total:
             bar.say(
-                f"{paths.partial} does not hold what its journal says from picture {bar.done:,} "
-                f"on: {total - bar.done:,} pictures are packed again"
+                f"{paths.partial} does not hold what its journal says from image {bar.done:,} "
+                f"on: {total - bar.done:,} images are packed again"
             )
     return intact
 

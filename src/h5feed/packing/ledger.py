@@ -1,4 +1,4 @@
-"""The coordinator's book: where each picture goes, what became of it, in source order.
+"""The coordinator's book: where each image goes, what became of it, in source order.
 
 At the end it has all that the finished file says beside the pixels, and that the summary tells.
 """
@@ -35,35 +35,35 @@ _SKIPPED_CHARACTERS = MAX_PROVENANCE // 2
 
 
 class Ledger:
-    """Hands out positions in source order, so that a skipped picture leaves no hole.
+    """Hands out positions in source order, so that a skipped image leaves no hole.
 
-    Records must come in order of `start`. Kept per picture: one row of `row_type`.
+    Records must come in order of `start`. Kept per image: one row of `row_type`.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.total = len(job.source)
         self.stop = 0
-        """Everything before this picture has its place."""
+        """Everything before this image has its place."""
         self.count = 0
         self.sizes = [0] * len(job.specs)
         """Bytes of payload so far, per field."""
         self.source_bytes = 0
         self.skips: list[Skip] = []
         self.say: Callable[[str], None] = lambda text: None
-        """Is told of each picture that is skipped."""
+        """Is told of each image that is skipped."""
         self._rows = np.empty(self.total, row_type(job.specs))
         fail = job.options.on_error == "fail"
         self._limit = 0 if fail else job.options.skip_limit(self.total)
 
     @property
     def skips_left(self) -> int:
-        """How many more pictures may be skipped before the run has to stop."""
+        """How many more images may be skipped before the run has to stop."""
         return self._limit - len(self.skips)
 
     @property
     def rows(self) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
-        """The rows of all packed pictures."""
+        """The rows of all packed images."""
         return self._rows[: self.count]
 
     def accept(self, record: Record) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class Ledger:
         return places
 
     def skipped_by_reason(self) -> dict[str, int]:
-        """Return how many pictures each reason cost, the commonest first."""
+        """Return how many images each reason cost, the commonest first."""
         return dict(Counter(skip.reason for skip in self.skips).most_common())
 
     def _check_skips(self, new: Sequence[Skip]) -> None:
@@ -92,7 +92,7 @@ class Ledger:
         if last is None:
             return
         raise PackError(
-            f"more than max_skipped={self._limit} pictures cannot be packed; the last is "
+            f"more than max_skipped={self._limit} images cannot be packed; the last is "
             f"{self._name(last)}: {last}"
         )
 
@@ -144,7 +144,7 @@ def is_finished(paths: OutputPaths, ledger: Ledger, *, progress: bool) -> bool:
     if not report.is_sound:
         raise PackError(
             f"OUT {paths.given} was finished and is damaged ({len(report.damaged):,} of "
-            f"{ledger.count:,} pictures): --overwrite packs it anew"
+            f"{ledger.count:,} images): --overwrite packs it anew"
         )
     return True
 

@@ -1,4 +1,4 @@
-"""Manifests: a table that says which pictures, in which order, with which labels.
+"""Manifests: a table that says which images, in which order, with which labels.
 
 csv, tsv (with a header line) or jsonl (one object a line). One column holds the path, which leads
 below the root; a `label` column holds class numbers, a `class` column class names. Numbers to
@@ -87,7 +87,7 @@ class _Builder:
     def table(self, rows: Iterator[Row], targets: Sequence[str]) -> Table:
         first = next(rows, None)
         if first is None:
-            raise UsageError(f"manifest {str(self.manifest)!r} lists no pictures")
+            raise UsageError(f"manifest {str(self.manifest)!r} lists no images")
         columns = list(first[1])
         path = self._column(columns, _PATHS)
         if path is None:
@@ -172,7 +172,7 @@ class _Builder:
                 plain = os.path.relpath(at(full), at(self.root)).replace(os.sep, "/")
                 if plain.partition("/")[0] != "..":
                     return plain
-        what = f"{path!r} lies outside SRC {self.root!r}: give a SRC that holds all pictures"
+        what = f"{path!r} lies outside SRC {self.root!r}: give a SRC that holds all images"
         raise self._error(row, column, what)
 
     def _cell(self, row: Row, column: str) -> Any:

@@ -16,13 +16,13 @@ _NOT_CONTENT = frozenset({"workers", "on_error", "max_skipped", "overwrite", "re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions:
-    """How pictures are packed."""
+    """How images are packed."""
 
     size: str = "auto"
     """auto, a side S, or HxW: pixels to store.
     auto: the power of two nearest to the median short side, at most 512."""
     fit: Fit = "stretch"
-    """How a picture meets that size.
+    """How an image meets that size.
     stretch: squeezed into it whole; h5feed's own crops undo that.
     crop: short side to S, centre cut out.
     pad: letterboxed.
@@ -41,24 +41,24 @@ class PackOptions:
     targets: tuple[str, ...] = ()
     """The manifest's columns of numbers to predict, whatever they are called."""
     masks: Path | None = None
-    """A folder of masks, one per picture: the same relative path but for the extension."""
+    """A folder of masks, one per image: the same relative path but for the extension."""
     background: tuple[int, int, int] = (255, 255, 255)
-    """Red, green, blue under transparent pixels and around letterboxed pictures."""
+    """Red, green, blue under transparent pixels and around letterboxed images."""
     mask_fill: int = 0
     """Class number around letterboxed masks, 0 to 255, such as the loss's ignore index."""
     max_pixels: int = MAX_PIXELS
-    """A picture of more pixels, by its header, is skipped and not decoded; so is one that takes
+    """An image of more pixels, by its header, is skipped and not decoded; so is one that takes
     more than 12 bytes of memory for each of them. A worker takes no more: 2.2 GB by default."""
     non_jpeg: Literal["refuse", "reencode"] = "refuse"
     """What store original does with files that are not JPEG."""
     any_size: bool = False
     """Accept a size that is not a power of two."""
     allow_empty: bool = False
-    """Accept class folders without pictures."""
+    """Accept class folders without images."""
     on_error: Literal["skip", "fail"] = "skip"
-    """Whether a picture that cannot be decoded is skipped and listed, or stops the run."""
+    """Whether an image that cannot be decoded is skipped and listed, or stops the run."""
     max_skipped: int | None = None
-    """Stop when more pictures are skipped; otherwise the larger of 10 and 1 percent."""
+    """Stop when more images are skipped; otherwise the larger of 10 and 1 percent."""
     workers: int | None = None
     """Worker processes; otherwise one per core (a container's quota counts) while memory lasts.
     0: all is done in one process."""
@@ -96,7 +96,7 @@ class PackOptions:
         return named | {"background": list(self.background), "targets": list(self.targets)}
 
     def skip_limit(self, count: int) -> int:
-        """Return how many of `count` pictures may be skipped."""
+        """Return how many of `count` images may be skipped."""
         return max(10, count // 100) if self.max_skipped is None else self.max_skipped
 
     def _check_companions(self) -> None:

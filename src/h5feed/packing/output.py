@@ -89,7 +89,7 @@ def check_out(paths: OutputPaths, source: Path | None, options: PackOptions) -> 
         raise UsageError(f"OUT {given} is a device or a pipe: give the name of a file")
     if source is not None and source.resolve() in out.resolve().parents:
         raise UsageError(
-            f"OUT {given} lies inside SRC {source}: give a path outside the pictures' folder"
+            f"OUT {given} lies inside SRC {source}: give a path outside the images' folder"
         )
     finishing = options.resume and paths.journal.exists() and not paths.partial.exists()
     if not finishing:
@@ -114,7 +114,7 @@ def refuse_existing(paths: OutputPaths, options: PackOptions) -> None:
 
 
 def check_space(paths: OutputPaths, job: Job) -> None:
-    """Refuse to begin what cannot fit on the disk, however many pictures are skipped."""
+    """Refuse to begin what cannot fit on the disk, however many images are skipped."""
     specs = job.specs
     if not all(spec.is_fixed for spec in specs):
         return

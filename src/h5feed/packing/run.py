@@ -53,7 +53,7 @@ def pack(
     resume: bool = False,
     progress: bool = False,
 ) -> PackSummary:
-    """Pack the pictures of `source` into the HDF5 file `out`; return what was done.
+    """Pack the images of `source` into the HDF5 file `out`; return what was done.
 
     `source` is a folder, or any dataset with `len(source)` and `source[i] == (image, label)`:
     image a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), label a class number
@@ -97,9 +97,9 @@ def pack_with(
         raise PackError("packing needs Linux or macOS: this system cannot write at a position")
     paths = OutputPaths.of(out)
     check_out(paths, Path(source) if _is_path(source) else None, options)
-    pictures = _open(source, options, progress)
-    specs = field_specs(options, stored_size(pictures, options, progress=progress))
-    job = Job(source=pictures, specs=specs, options=options)
+    found = _open(source, options, progress)
+    specs = field_specs(options, stored_size(found, options, progress=progress))
+    job = Job(source=found, specs=specs, options=options)
     with lock(paths, specs) as journal:
         ledger, resumed = _run(paths, job, journal, progress)
     return summarize(paths, ledger, resumed=resumed, began=began)
@@ -134,7 +134,7 @@ def _open(source: Any, options: PackOptions, progress: bool) -> Source | Dataset
 
 
 def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tuple[Ledger, int]:
-    """Pack and finish; return the book, and how many pictures an earlier run had done."""
+    """Pack and finish; return the book, and how many images an earlier run had done."""
     records = _take_up(paths, job, journal, progress)
     ledger = Ledger(job)
     try:
@@ -146,7 +146,7 @@ def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tupl
             _fill(paths, ledger, journal, progress)
             if not ledger.count:
                 why = ", ".join(ledger.skipped_by_reason())
-                raise PackError(f"none of the {ledger.total:,} pictures can be packed: {why}")
+                raise PackError(f"none of the {ledger.total:,} images can be packed: {why}")
             finish(paths, ledger)
         paths.discard(job.specs)  # all there is to do where a run died after the last rename
     except H5FormatError as ex:  # after a forged journal: all that this run did itself makes sense
@@ -204,7 +204,7 @@ def _is_whole(paths: OutputPaths, job: Job, records: Sequence[Record], progress:
 
 
 def _fill(paths: OutputPaths, ledger: Ledger, journal: Journal, progress: bool) -> None:
-    """Bring the pixels of all pictures that `ledger` lacks into the payload files."""
+    """Bring the pixels of all images that `ledger` lacks into the payload files."""
     job = ledger.job
     target = Target(paths.payloads(job.specs), paths.heads(job.specs))
     with (
@@ -267,7 +267,7 @@ def _explain(
         kept = "nothing was kept"
     else:
         kept = (
-            f"{journal.stop:,} of {ledger.total:,} pictures are kept in {paths.partial}: the same "
+            f"{journal.stop:,} of {ledger.total:,} images are kept in {paths.partial}: the same "
             "command with --resume goes on"
         )
     kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else PackError

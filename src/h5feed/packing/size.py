@@ -1,10 +1,10 @@
-"""The stored size that `--size auto` stands for, from the headers of a sample of the pictures."""
+"""The stored size that `--size auto` stands for, from the headers of a sample of the images."""
 
 from collections.abc import Iterator
 
 from h5feed.errors import PackError
 from h5feed.packing.dataset_source import DatasetSource
-from h5feed.packing.decode import NOT_A_PICTURE, TOO_LARGE, DecodeError, read_file, read_size
+from h5feed.packing.decode import NOT_AN_IMAGE, TOO_LARGE, DecodeError, read_file, read_size
 from h5feed.packing.options import PackOptions
 from h5feed.packing.sizing import auto_size, check_size
 from h5feed.packing.sources import Source
@@ -20,9 +20,9 @@ _HEAD_BYTES = 64 << 10
 def stored_size(
     source: Source | DatasetSource, options: PackOptions, *, progress: bool = False
 ) -> tuple[int, int] | None:
-    """Return (height, width) in pixels, or None where pictures keep their own size.
+    """Return (height, width) in pixels, or None where images keep their own size.
 
-    `auto` looks at every k-th picture, 2,000 files at most: of 1.28 million headers it needs
+    `auto` looks at every k-th image, 2,000 files at most: of 1.28 million headers it needs
     seconds instead of an hour on a cold disk, and the median hardly moves.
     """
     if options.store == "original":
@@ -35,7 +35,7 @@ def stored_size(
             sides.append(side)
             bar.advance()
     if not sides:
-        raise PackError("size=auto: not one picture of those looked at can be read; check SRC")
+        raise PackError("size=auto: not one image of those looked at can be read; check SRC")
     side = auto_size(sides)
     return side, side
 
@@ -65,6 +65,6 @@ def _read_size(path: bytes, max_pixels: int) -> tuple[int, int]:
         return read_size(head, max_pixels=max_pixels)
     except DecodeError as ex:
         # A TIFF's directory may lie at the end, a JPEG's behind a large thumbnail.
-        if len(head) < _HEAD_BYTES or ex.reason in (NOT_A_PICTURE, TOO_LARGE):
+        if len(head) < _HEAD_BYTES or ex.reason in (NOT_AN_IMAGE, TOO_LARGE):
             raise
     return read_size(read_file(path, max_pixels=max_pixels), max_pixels=max_pixels)

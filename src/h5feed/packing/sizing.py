@@ -1,4 +1,4 @@
-"""From a picture's own size to the stored one: which size, which part, which filter."""
+"""From an image's own size to the stored one: which size, which part, which filter."""
 
 import statistics
 from collections.abc import Iterable
@@ -83,12 +83,12 @@ def _neighbours(sides: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """How one picture becomes a stored one: resize it all, cut a window, lay it on a canvas."""
+    """How one image becomes a stored one: resize it all, cut a window, lay it on a canvas."""
 
     resized: tuple[int, int]
-    """Height and width of the whole picture after the resize."""
+    """Height and width of the whole image after the resize."""
     window: Box
-    """The part of the resized picture that is kept."""
+    """The part of the resized image that is kept."""
     canvas: tuple[int, int]
     """Height and width that are stored."""
     offset: tuple[int, int]
@@ -96,15 +96,15 @@ class Geometry:
 
     @property
     def box(self) -> Box:
-        """Where on the canvas the picture lies."""
+        """Where on the canvas the image lies."""
         return (*self.offset, *self.window[2:])
 
 
 def plan_geometry(height: int, width: int, spec: FieldSpec) -> Geometry:
-    """Return the geometry that `spec.fit` gives a picture of `height` × `width` pixels.
+    """Return the geometry that `spec.fit` gives an image of `height` × `width` pixels.
 
     In yuv420 all that can be chosen is even: a kept long side is rounded down, and so are the
-    size and the place of the picture in a letterbox. Raises DecodeError for a picture so
+    size and the place of the image in a letterbox. Raises DecodeError for an image so
     narrow that its short side at the stored size would make it absurdly long.
     """
     target = (spec.height, spec.width)
@@ -192,18 +192,18 @@ def _nearest(old: int, new: int) -> npt.NDArray[np.intp]:
 def fit_image(
     pixels: UInt8, spec: FieldSpec, *, background: tuple[int, int, int] = (255, 255, 255)
 ) -> tuple[UInt8, Box]:
-    """Return the stored picture, uint8 (h, w, 3), and the picture's box on it.
+    """Return the stored image, uint8 (h, w, 3), and the image's box on it.
 
-    `background` fills what fit="pad" leaves empty; elsewhere the box is the whole picture.
+    `background` fills what fit="pad" leaves empty; elsewhere the box is the whole image.
     """
     plan = plan_geometry(pixels.shape[0], pixels.shape[1], spec)
     return _place(resize_rgb(pixels, *plan.resized), plan, background), plan.box
 
 
 def fit_mask(mask: UInt8, images: FieldSpec, *, fill: int = 0) -> UInt8:
-    """Return the stored mask, uint8 (h, w, 1), in the geometry of its picture.
+    """Return the stored mask, uint8 (h, w, 1), in the geometry of its image.
 
-    `images` is the pictures' spec, not the masks': what yuv420 rounds holds for both.
+    `images` is the images' spec, not the masks': what yuv420 rounds holds for both.
     """
     plan = plan_geometry(mask.shape[0], mask.shape[1], images)
     return _place(resize_mask(mask, *plan.resized)[..., None], plan, (fill,))

@@ -1,4 +1,4 @@
-"""What is to be packed: the pictures of a folder or a manifest, and their masks."""
+"""What is to be packed: the images of a folder or a manifest, and their masks."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ _MASK_ENDS = _MASK_EXTENSIONS + tuple(end.upper() for end in _MASK_EXTENSIONS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source(Table):
-    """N pictures, their labels and, where there are any, their masks."""
+    """N images, their labels and, where there are any, their masks."""
 
     root: Path
     mask_root: Path | None = None
@@ -34,7 +34,7 @@ class Source(Table):
     """(N,) which of `_MASK_ENDS` each item's mask has."""
 
     def path(self, index: int) -> bytes:
-        """Return the path of an item's picture."""
+        """Return the path of an item's image."""
         return os.path.join(os.fsencode(self.root), self.key(index))
 
     def mask_path(self, index: int) -> bytes | None:
@@ -78,13 +78,13 @@ def open_source(
     allow_empty: bool = False,
     progress: bool = False,
 ) -> Source:
-    """Find the pictures of a folder of class folders, a flat folder, or a manifest.
+    """Find the images of a folder of class folders, a flat folder, or a manifest.
 
     Class folders follow torchvision's ImageFolder to the letter: sorted class names, nested
     files, links followed. A folder without subfolders is flat: its labels are −1. With
     `manifest` (csv, tsv or jsonl) its rows say which files, in which order, with which labels;
     `targets` are its columns of numbers to predict.
-    `masks` is a folder that holds a file of the same relative stem for every picture.
+    `masks` is a folder that holds a file of the same relative stem for every image.
     `progress` says on stderr what is found, where that takes a while.
 
     Raises UsageError for an argument that names the wrong thing, PackError for what cannot
@@ -92,7 +92,7 @@ def open_source(
     """
     folder = Path(root)
     _check_folder(folder, "SRC")
-    with Progress(None, "finding pictures", show=progress, brief=True) as bar:
+    with Progress(None, "finding images", show=progress, brief=True) as bar:
         if manifest is not None:
             table = read_manifest(Path(manifest), folder, targets=targets, seen=bar.advance)
         else:

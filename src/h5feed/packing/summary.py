@@ -19,21 +19,21 @@ class PackSummary:
 
     out: str
     items: int
-    """Pictures in the file."""
+    """Images in the file."""
     classes: int
     targets: tuple[str, ...]
     """The names of the numbers to predict; their places where they have no names."""
     resumed: int
-    """Pictures that an earlier, interrupted run had looked at already."""
+    """Images that an earlier, interrupted run had looked at already."""
     bytes_in: int
-    """Bytes of the packed pictures' files; 0 where the source was a dataset."""
+    """Bytes of the packed images' files; 0 where the source was a dataset."""
     bytes_out: int
     """Bytes of the packed file."""
     seconds: float
     images_per_second: float
-    """Over the pictures of this run."""
+    """Over the images of this run."""
     skipped: tuple[tuple[str, str], ...]
-    """(key, reason) of each picture that was skipped."""
+    """(key, reason) of each image that was skipped."""
     skipped_by_reason: dict[str, int]
     fit: str
     """What --fit did, in words."""
@@ -48,7 +48,7 @@ class PackSummary:
         if self.bytes_in:
             size += f" from {in_bytes(self.bytes_in)} of files"
         lines = [
-            f"{self.out}: {counted(self.items, 'picture')}, "
+            f"{self.out}: {counted(self.items, 'image')}, "
             + f"{counted_labels(self.classes, self.targets)}, {size}",
             f"{self.seconds:.1f} s"
             + (f", {self.images_per_second:,.0f} img/s" if self.images_per_second else "")
@@ -56,13 +56,13 @@ class PackSummary:
             self.fit,
         ]
         if self.skipped:
-            lines.append(f"{counted(len(self.skipped), 'picture')} skipped:")
+            lines.append(f"{counted(len(self.skipped), 'image')} skipped:")
             lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]
         return "\n".join(lines)
 
 
 def describe_fit(specs: Sequence[FieldSpec], source_shapes: np.ndarray[Any, Any]) -> str:
-    """Say what became of the pictures' sizes; `source_shapes` is (N, 2), height and width."""
+    """Say what became of the images' sizes; `source_shapes` is (N, 2), height and width."""
     images = specs[0]
     height, width = (int(side) for side in np.median(source_shapes, axis=0))
     if images.encoding == "original":
@@ -77,7 +77,7 @@ def describe_fit(specs: Sequence[FieldSpec], source_shapes: np.ndarray[Any, Any]
     changed = np.count_nonzero(~np.isclose(ratios, 1))
     if not changed:
         return begin
-    whose = "" if changed == len(ratios) else f" of {changed:,} of {len(ratios):,} pictures"
+    whose = "" if changed == len(ratios) else f" of {changed:,} of {len(ratios):,} images"
     return (
         f"{begin}: proportions{whose} change; H5Loader undoes that in its crops. Other code: "
         'H5Dataset(..., aspect="source"), or pack with --fit keep'

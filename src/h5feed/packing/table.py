@@ -1,4 +1,4 @@
-"""Which pictures are to be packed, in which order, with which labels: columns, not objects.
+"""Which images are to be packed, in which order, with which labels: columns, not objects.
 
 Memory is what counts here: 1.28 million items stay under 100 bytes each.
 """
@@ -13,7 +13,7 @@ __all__ = ["Table"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """N pictures below a folder, as columns."""
+    """N images below a folder, as columns."""
 
     classes: tuple[str, ...]
     labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
@@ -25,7 +25,7 @@ class Table:
     targets: tuple[str, ...] = ()
     """The names of float32 labels' K columns."""
     notes: tuple[str, ...] = ()
-    """What a user should be told, such as pictures that belong to no class."""
+    """What a user should be told, such as images that belong to no class."""
 
     def __len__(self) -> int:
         return len(self.key_offsets) - 1

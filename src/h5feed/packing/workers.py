@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Encode these pictures, up to one skip more than are left."""
+    """Encode these images, up to one skip more than are left."""
 
     start: int
     stop: int
@@ -58,14 +58,14 @@ class Work(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Write the block that begins with picture `start` at these positions, one per field."""
+    """Write the block that begins with image `start` at these positions, one per field."""
 
     start: int
     at: tuple[int, ...]
 
 
 class Written(NamedTuple):
-    """The block that begins with picture `start` is in the payload files."""
+    """The block that begins with image `start` is in the payload files."""
 
     start: int
 
@@ -75,7 +75,7 @@ def pack_here(job: Job, target: Target, ledger: Ledger, tick: Tick) -> None:
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a picture is too small to share, and the bytes must not depend on it
+    torch.set_num_threads(1)  # an image is too small to share, and the bytes must not depend on it
     try:
         strict = nullcontext() if isinstance(job.source, DatasetSource) else whole_images_only()
         with PayloadFiles(*target) as files, strict:
