@@ -6,8 +6,8 @@ import time
 import numpy as np
 
 from h5feed.codec import encode_jpeg, rgb_to_nv12
+from images import jpeg_bytes, smooth
 from packed import image_spec, write_packed
-from pictures import jpeg_bytes, smooth
 
 KINDS = ["raw", "yuv420", "jpeg", "original", "keep", "keep yuv420", "keep jpeg", "pad", "crop"]
 ONE_SIZE = ["raw", "yuv420", "jpeg", "pad", "crop"]

@@ -14,7 +14,7 @@ from h5feed.codec import (
     orient,
     rgb_to_nv12,
 )
-from pictures import jpeg_bytes, psnr, smooth
+from images import jpeg_bytes, psnr, smooth
 
 
 def by_pillow(data):
@@ -50,8 +50,8 @@ def test_encode_jpeg_names_the_longest_side():
 def test_decode_jpeg_applies_the_orientation(turn):
     data = jpeg_bytes(smooth(24, 40), orientation=turn)
     upright = decode_jpeg(data)
-    with Image.open(io.BytesIO(data)) as picture:
-        expected = np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     np.testing.assert_array_equal(upright, expected)
     assert upright.flags.c_contiguous
     np.testing.assert_array_equal(orient(decode_jpeg(data, apply_orientation=False), turn), upright)
@@ -75,7 +75,7 @@ def test_decode_jpeg_writes_where_it_is_told():
 
 @pytest.mark.parametrize("shape", [(30, 20, 3), (40, 60, 3), (20, 30, 4)])
 def test_decode_jpeg_refuses_a_place_of_another_size(shape):
-    with pytest.raises(ValueError, match="the picture is \\(20, 30, 3\\), the place for it"):
+    with pytest.raises(ValueError, match="the image is \\(20, 30, 3\\), the place for it"):
         decode_jpeg(encode_jpeg(smooth(20, 30), 90), np.zeros(shape, np.uint8))
 
 

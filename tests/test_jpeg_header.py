@@ -6,12 +6,12 @@ from PIL import Image
 
 from h5feed.codec import encode_jpeg
 from h5feed.jpeg_header import MAX_SCANS, check_scans, read_header
-from pictures import ORIENTATION, jpeg_bytes, smooth, with_orientation
+from images import ORIENTATION, jpeg_bytes, smooth, with_orientation
 
 
 def pillow_orientation(data):
-    with Image.open(io.BytesIO(data)) as picture:
-        return picture.getexif().get(ORIENTATION, 1)
+    with Image.open(io.BytesIO(data)) as image:
+        return image.getexif().get(ORIENTATION, 1)
 
 
 @pytest.mark.parametrize(("subsampling", "mcu"), [(0, (8, 8)), (1, (8, 16)), (2, (16, 16))])
@@ -58,7 +58,7 @@ def test_xmp_speaks_where_exif_is_silent(text):
     assert read_header(both).orientation == pillow_orientation(both) == 3
 
 
-def test_damaged_exif_never_turns_a_picture_nor_fails():
+def test_damaged_exif_never_turns_a_image_nor_fails():
     data = bytearray(jpeg_bytes(smooth(8, 16), orientation=6))
     start = data.index(b"Exif\0\0") + 6
     rng = np.random.default_rng(0)

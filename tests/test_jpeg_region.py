@@ -7,7 +7,7 @@ from PIL import Image
 from h5feed import jpeg_region
 from h5feed.codec import decode_jpeg, encode_jpeg
 from h5feed.jpeg_region import decode_jpeg_region
-from pictures import jpeg_bytes, smooth
+from images import jpeg_bytes, smooth
 
 
 def cut(pixels, box):
@@ -31,7 +31,7 @@ def boxes_of(rng, height, width, count):
         )
 
 
-def test_a_region_is_exactly_what_the_whole_picture_has_there():
+def test_a_region_is_exactly_what_the_whole_image_has_there():
     rng = np.random.default_rng(0)
     for number in range(60):
         height, width = (int(n) for n in rng.integers(1, 150, 2))
@@ -62,7 +62,7 @@ def test_more_restart_markers_than_their_numbers_are_counted_round():
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 5}])
-def test_without_usable_restart_markers_the_whole_picture_comes(options):
+def test_without_usable_restart_markers_the_whole_image_comes(options):
     data = jpeg_bytes(smooth(100, 140), **options)
     pixels, top, left = decode_jpeg_region(data, (50, 50, 10, 10))
     assert (top, left) == (0, 0)
@@ -113,7 +113,7 @@ def test_a_missing_marker_leaves_the_decision_to_the_whole_file():
     assert jpeg_region._segment_ends(data, data.index(b"\xff\xda")).size == 8
 
 
-def test_any_damage_is_a_picture_or_a_value_error():
+def test_any_damage_is_a_image_or_a_value_error():
     data = encode_jpeg(smooth(96, 96), 90)
     rng = np.random.default_rng(0)
     for _ in range(500):
@@ -132,5 +132,5 @@ def test_any_damage_is_a_picture_or_a_value_error():
 def test_pillow_reads_what_encode_jpeg_marked():
     data = encode_jpeg(smooth(64, 96), 90)
     assert data.count(b"\xff\xd0") >= 1
-    with Image.open(io.BytesIO(data)) as picture:
-        np.testing.assert_array_equal(np.asarray(picture), decode_jpeg(data))
+    with Image.open(io.BytesIO(data)) as image:
+        np.testing.assert_array_equal(np.asarray(image), decode_jpeg(data))

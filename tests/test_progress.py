@@ -49,10 +49,10 @@ def test_remarks_and_silence():
 def test_work_without_a_known_end_is_counted(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(progress, "time", clock)
-    bar = Progress(None, "finding pictures", stream=io.StringIO())
+    bar = Progress(None, "finding images", stream=io.StringIO())
     clock.now += 2
     bar.advance(5000)
-    assert bar.line() == "finding pictures: 5,000, 2,500 img/s"
+    assert bar.line() == "finding images: 5,000, 2,500 img/s"
 
 
 class Terminal(io.StringIO):
@@ -68,8 +68,8 @@ def test_a_brief_bar_appears_late_and_leaves_nothing(monkeypatch, seconds):
     monkeypatch.setattr(progress, "_SECONDS_UNTIL_BRIEF", seconds)
     monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: os.terminal_size((80, 24)))
     stream = Terminal()
-    with Progress(None, "finding pictures", brief=True, stream=stream) as bar:
+    with Progress(None, "finding images", brief=True, stream=stream) as bar:
         bar.advance(5000)
     shown = stream.getvalue()
-    assert ("finding pictures" in shown) == (seconds == 0.0)
+    assert ("finding images" in shown) == (seconds == 0.0)
     assert shown.rpartition("\r")[2].strip() == ""

@@ -48,7 +48,7 @@ def decode_jpeg(
 ) -> UInt8:
     """Decode a JPEG file (any bytes-like object) to RGB: uint8 (H, W, 3), C-contiguous.
 
-    With `out`, a writable uint8 (H, W, 3) array of the picture's size after rotation, the
+    With `out`, a writable uint8 (H, W, 3) array of the image's size after rotation, the
     pixels land there and `out` is returned. `apply_orientation=False` leaves the EXIF
     orientation aside. `header` is what `read_header` made of `data`, where that is known.
 
@@ -68,7 +68,7 @@ def decode_jpeg(
     if out is None:
         return np.ascontiguousarray(pixels)
     if pixels.shape != out.shape:
-        raise ValueError(f"the picture is {pixels.shape}, the place for it is {out.shape}")
+        raise ValueError(f"the image is {pixels.shape}, the place for it is {out.shape}")
     if pixels is not out:
         np.copyto(out, pixels)
     return out
@@ -102,30 +102,30 @@ def _decode(data: bytes, out: UInt8 | None) -> UInt8:
 def _decode_forgiving(data: bytes) -> UInt8:
     try:
         # Not Image.open: its decompression-bomb check is a process-wide setting.
-        picture = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
-        return pixels_in_bands(picture, lambda part: np.asarray(part.convert("RGB")))
+        image = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
+        return pixels_in_bands(image, lambda part: np.asarray(part.convert("RGB")))
     except Exception as ex:  # Pillow raises nearly every class on damaged files
         if is_out_of_memory(ex):
             raise MemoryError(str(ex)) from ex
         raise ValueError("truncated" if "truncated" in str(ex) else "damaged") from ex
 
 
-def pixels_in_bands(picture: Image.Image, convert: Callable[[Image.Image], UInt8]) -> UInt8:
+def pixels_in_bands(image: Image.Image, convert: Callable[[Image.Image], UInt8]) -> UInt8:
     """Return uint8 (H, W, …) pixels of a Pillow image, converted some rows at a time.
 
     The whole at once takes 14 to 28 bytes a pixel, for Pillow and numpy copy at every step;
     so it is Pillow's 4 at most, and the result's own.
     """
-    picture.load()
-    rows = max(1, _BAND_PIXELS // max(1, picture.width))
-    if rows >= picture.height:
-        return convert(picture)
-    first = convert(picture.crop((0, 0, picture.width, rows)))
-    out = np.empty((picture.height, *first.shape[1:]), np.uint8)
+    image.load()
+    rows = max(1, _BAND_PIXELS // max(1, image.width))
+    if rows >= image.height:
+        return convert(image)
+    first = convert(image.crop((0, 0, image.width, rows)))
+    out = np.empty((image.height, *first.shape[1:]), np.uint8)
     out[:rows] = first
-    for top in range(rows, picture.height, rows):
-        below = min(top + rows, picture.height)
-        out[top:below] = convert(picture.crop((0, top, picture.width, below)))
+    for top in range(rows, image.height, rows):
+        below = min(top + rows, image.height)
+        out[top:below] = convert(image.crop((0, top, image.width, below)))
     return out
 
 

@@ -10,7 +10,7 @@ _LISTED = 20
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Return "1 picture", "2,000 pictures"; `many` where it is not `one` and an s."""
+    """Return "1 image", "2,000 images"; `many` where it is not `one` and an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 

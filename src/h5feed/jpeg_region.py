@@ -4,7 +4,7 @@ A restart marker resets the entropy coder, so the bytes between two of them can 
 without those before. `decode_jpeg_region` builds a smaller JPEG file of the header, with its
 height and width patched, and of the segments that the crop touches, and decodes that. One
 more pixel on each side is kept for the chroma upsampling, which looks at its neighbors, so
-that every pixel of the crop is exactly what decoding the whole picture gives.
+that every pixel of the crop is exactly what decoding the whole image gives.
 
 Source: ITU-T T.81, sections B.2.1 (order of segments), E.1.4 and F.2.1.3 (restart intervals).
 """
@@ -33,8 +33,8 @@ def decode_jpeg_region(
     """Decode at least the pixels of `box` (top, left, height, width) of a JPEG file.
 
     Returns (pixels, top, left): RGB uint8 (h, w, 3), C-contiguous, whose pixel (0, 0) is the
-    picture's (top, left). Without usable restart markers that is the whole picture. The EXIF
-    orientation is not applied, and `box` is one of the picture as stored.
+    image's (top, left). Without usable restart markers that is the whole image. The EXIF
+    orientation is not applied, and `box` is one of the image as stored.
 
     `scratch`, uint8 (n,), is where the pixels land if they fit: fresh memory costs up to half
     as much again as the decoding (page faults). `ours` is the header of a file that `encode_jpeg`

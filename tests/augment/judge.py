@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from h5feed.augment import Pipeline
-from pictures import smooth
+from images import smooth
 
 
 def images(count, height, width, seed=0):

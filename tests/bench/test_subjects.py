@@ -11,7 +11,7 @@ from h5feed.bench.contestants import write_small
 from h5feed.bench.crops import PillowCrop, TensorCrop, draw_box
 from h5feed.bench.options import CompareOptions
 from h5feed.feed.source import Pixels
-from pictures import jpeg_bytes, smooth
+from images import jpeg_bytes, smooth
 
 COUNT, BATCH, CROP = 20, 4, 16
 

@@ -5,8 +5,8 @@ import torch
 from h5feed import pack
 from h5feed.bench.trained import Synthetic, Trained, tiny
 from h5feed.bench.training import TrainOptions, break_even_epochs, seconds_to_pack
+from images import jpeg_bytes, smooth
 from packed import random_images, write_packed
-from pictures import jpeg_bytes, smooth
 
 PARAMS = {
     "model": "tiny",

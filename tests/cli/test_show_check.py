@@ -278,7 +278,7 @@ def test_a_sheet_through_a_link_goes_where_it_leads(packed, tmp_path):
         assert image.format == "PNG"
 
 
-@pytest.mark.parametrize("option", ["pictures", "classes"])
+@pytest.mark.parametrize("option", ["images", "classes"])
 def test_a_count_below_one_is_refused(packed, capsys, option):
     assert show.main([str(packed), f"--{option}", "-3"]) == 2
     assert capsys.readouterr().err == f"show-h5: {option}=-3 is too small: give 1 or more\n"

@@ -22,9 +22,9 @@ from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.feed.fields import Augmented, WholeItems
 from h5feed.feed.picture import JpegItems
 from h5feed.feed.random import Draws
+from images import smooth
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
 from packed import image_spec, random_images, write_packed
-from pictures import smooth
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 NORMALIZE = augment.Normalize(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.2))

@@ -28,9 +28,9 @@ from h5feed.jpeg_header import read_header
 from h5feed.store.layout import Columns
 from h5feed.store.read import PackedFile
 from h5feed.store.write import finalize, head_bytes
+from images import jpeg_bytes, smooth
 from loaders import KINDS, by_index, loader_threads, wait_until, write_kind
 from packed import image_spec, write_packed
-from pictures import jpeg_bytes, smooth
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 

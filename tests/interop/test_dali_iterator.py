@@ -12,9 +12,9 @@ from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.interop.dali import DaliLoader, GenericIterator, pipeline
+from images import jpeg_bytes, smooth
 from loaders import write_kind
 from packed import image_spec, write_packed
-from pictures import jpeg_bytes, smooth
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 COUNT, BATCH = 12, 5

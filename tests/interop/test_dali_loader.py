@@ -18,9 +18,9 @@ from torch.utils.data import RandomSampler
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.interop.dali import CARRIED, DaliLoader, maker
+from images import jpeg_bytes, smooth
 from loaders import KINDS, assert_same, by_index, write_kind
 from packed import image_spec, random_images, write_packed
-from pictures import jpeg_bytes, smooth
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 COUNT = 12

@@ -18,7 +18,7 @@ from h5feed import codec
 from h5feed.errors import H5FeedError
 from h5feed.packing import decode
 from h5feed.packing.decode import DecodeError, decode_mask, decode_rgb, read_size
-from pictures import encoded, jpeg_bytes, smooth, with_orientation
+from images import encoded, jpeg_bytes, smooth, with_orientation
 
 PIXELS = smooth(40, 56)
 IMAGE = Image.fromarray(PIXELS)
@@ -385,7 +385,7 @@ import resource, sys
 import numpy as np
 from PIL import Image
 from h5feed.packing.decode import decode_rgb
-from pictures import encoded
+from images import encoded
 
 rng = np.random.default_rng(0)
 rgba = Image.fromarray(rng.integers(0, 256, (20, 25, 4), np.uint8), "RGBA").resize((1500, 1500))

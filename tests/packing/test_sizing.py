@@ -19,8 +19,8 @@ from h5feed.packing.sizing import (
     resize_mask,
     resize_rgb,
 )
+from images import encoded, smooth
 from packed import image_spec, mask_spec
-from pictures import encoded, smooth
 
 SAMPLES = sorted(
     path

@@ -9,7 +9,7 @@ import torch
 
 from h5feed import H5Dataset
 from hosts import importable
-from pictures import jpeg_bytes, smooth
+from images import jpeg_bytes, smooth
 
 torch.set_num_threads(1)
 TOOLS = str(Path(__file__).parents[2] / "tools")

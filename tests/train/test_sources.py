@@ -9,8 +9,8 @@ from h5feed.train import sources
 from h5feed.train.distributed import World
 from h5feed.train.loop import train
 from h5feed.train.sources import open_data
+from images import smooth
 from packed import write_packed
-from pictures import smooth
 from train.files import (
     make_images,
     write_classes,

@@ -1,4 +1,4 @@
-"""A picture that a command is to write: refused before any work, and never half a file."""
+"""What a command is to write: refused before any work, and never half a file."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ def check_plot(option: str, path: Path, *, reads: Iterable[Path | None]) -> None
 def check_target(
     option: str, path: Path, *, endings: Sequence[str], reads: Iterable[Path | None]
 ) -> None:
-    """Raise UsageError where a picture cannot or must not be written to `path`.
+    """Raise UsageError where a file cannot or must not be written to `path`.
 
     It has to end in one of `endings`, to lie in a folder that can be written to, and to be none
     of the files that the command `reads`.

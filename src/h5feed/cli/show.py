@@ -34,10 +34,10 @@ class _Command:
     """The file to show."""
     sheet: Path | None = None
     """Write a contact sheet (PNG) with class names, true proportions restored."""
-    pictures: int = 48
-    """Pictures on the contact sheet, evenly from all classes."""
+    images: int = 48
+    """Images on the contact sheet, evenly from all classes."""
     stats: bool = False
-    """Also compute mean and standard deviation of each channel (reads all pictures)."""
+    """Also compute mean and standard deviation of each channel (reads all images)."""
     classes: int = 20
     """Classes in the printed histogram; the JSON output has all."""
     json: bool = False
@@ -62,7 +62,7 @@ def _show(command: _Command) -> None:
 
 
 def _check(command: _Command) -> None:
-    for name in ("pictures", "classes"):
+    for name in ("images", "classes"):
         if (value := getattr(command, name)) < 1:
             raise UsageError(f"{name}={value} is too small: give 1 or more")
     if command.sheet is not None:
@@ -71,7 +71,7 @@ def _check(command: _Command) -> None:
 
 def _sheet(command: _Command) -> bytes:
     data = io.BytesIO()
-    contact_sheet(command.file, pictures=command.pictures).save(data, "PNG")
+    contact_sheet(command.file, pictures=command.images).save(data, "PNG")
     return data.getvalue()
 
 

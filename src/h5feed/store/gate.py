@@ -52,7 +52,7 @@ class Gate:
     def refuse(self, what: str) -> H5FormatError:
         """Return the error to raise."""
         said = printable(what)  # names and values are the file's, and may hold anything
-        return H5FormatError(f"{self.path}: {said}; pack the pictures again with pack-h5")
+        return H5FormatError(f"{self.path}: {said}; pack the images again with pack-h5")
 
     def members(self, group: h5py.Group) -> list[str]:
         """Names in a group, all of them hard links."""
@@ -188,7 +188,7 @@ def check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
             or boxes[:, 2:].min() < 1
             or (ends > (spec.height, spec.width)).any()
         ):
-            raise gate.refuse("/boxes has a box outside the stored picture")
+            raise gate.refuse("/boxes has a box outside the stored image")
 
 
 def _check_sides(gate: Gate, name: str, shapes: Int32, most: int) -> None:

@@ -252,7 +252,7 @@ class Columns:
     crc32: UInt32
     """(N,) zlib.crc32 of an item's image payload, continued over its further fields in order."""
     boxes: Int32 | None = None
-    """(N, 4) top, left, height, width of the picture inside the letterbox (fit="pad")."""
+    """(N, 4) top, left, height, width of the image inside the letterbox (fit="pad")."""
 
     def __len__(self) -> int:
         return len(self.source_shapes)

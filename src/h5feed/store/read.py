@@ -166,7 +166,7 @@ class PackedFile:
             reason = " ".join(str(ex).split())
             raise _read_error(path, ex, reason) or H5FormatError(
                 f"{path}: not a sound HDF5 file ({printable(reason)}); "
-                "pack the pictures again with pack-h5"
+                "pack the images again with pack-h5"
             ) from ex
 
     def read(self, start: int, length: int) -> bytes:
@@ -280,7 +280,7 @@ def _check_root(gate: Gate, file: h5py.File) -> None:
     if version != FORMAT_VERSION:
         raise H5FormatError(
             f"{gate.path}: format_version={version}, and this h5feed reads {FORMAT_VERSION}; "
-            "update h5feed or pack the pictures again"
+            "update h5feed or pack the images again"
         )
     if "complete" not in file.attrs or gate.integer(file, "complete") != 1:
         raise gate.refuse("it was never finished (attribute complete is not set)")

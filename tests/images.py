@@ -1,4 +1,4 @@
-"""Pictures for tests: made, never measured against themselves."""
+"""Images for tests: made, never measured against themselves."""
 
 import io
 
@@ -17,10 +17,10 @@ def smooth(height, width, seed=0):
     return pixels.clip(0, 255).astype(np.uint8)
 
 
-def encoded(picture, kind, **options):
-    """Return a Pillow picture's file as bytes."""
+def encoded(image, kind, **options):
+    """Return a Pillow image's file as bytes."""
     buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
