@@ -7,8 +7,8 @@ from h5feed.augment import Pipeline
 from images import smooth
 
 
-def images(count, height, width, seed=0):
-    """Soft pictures, one of pure noise and one of hard edges: uint8 (count, H, W, 3)."""
+def make_images(count, height, width, seed=0):
+    """Soft images, one of pure noise and one of hard edges: uint8 (count, H, W, 3)."""
     made = np.stack([smooth(height, width, seed + k) for k in range(count)])
     made[0] = np.random.default_rng(seed).integers(0, 256, made[0].shape)
     y, x = np.mgrid[0:height, 0:width]
@@ -30,27 +30,27 @@ def assert_close(ours, theirs, *, most=2, mean=0.5):
     assert off.mean() <= mean, f"mean {off.mean():.3f}"
 
 
-def run(ops, pictures, draws, *, stored=None, source=None, boxes=None, nv12=False, **options):
+def run(ops, images, draws, *, stored=None, source=None, boxes=None, nv12=False, **options):
     """Bind, draw and run on the CPU: the pipeline, its parameters, its output (n, H, W, C)."""
     pipeline = Pipeline(ops, **options)
-    height, width = pictures[0].shape[:2]
+    height, width = images[0].shape[:2]
     height = height * 2 // 3 if nv12 else height
-    one_size = len({picture.shape for picture in pictures}) == 1
+    one_size = len({image.shape for image in images}) == 1
     pipeline.bind(
         (height, width) if one_size else None, encoding="yuv420" if nv12 else "raw", num_classes=10
     )
     if stored is None:
-        stored = np.array([picture.shape[:2] for picture in pictures])
+        stored = np.array([image.shape[:2] for image in images])
         stored[:, 0] = stored[:, 0] * 2 // 3 if nv12 else stored[:, 0]
     params = pipeline.draw(draws, stored, stored if source is None else source, boxes)
-    out = np.zeros((len(pictures), *pipeline.out_shape), pipeline.row_dtype)
-    pipeline.run_cpu(params, 0, list(pictures), out)
+    out = np.zeros((len(images), *pipeline.out_shape), pipeline.row_dtype)
+    pipeline.run_cpu(params, 0, list(images), out)
     return pipeline, params, out
 
 
-def on_device(pipeline, params, pictures, view=0):
+def on_device(pipeline, params, images, view=0):
     """The same on the "device", here the CPU through torch: (n, H, W, C)."""
-    made = pipeline.run_device(params, torch.from_numpy(np.asarray(pictures)), view=view)
+    made = pipeline.run_device(params, torch.from_numpy(np.asarray(images)), view=view)
     assert made.is_contiguous(memory_format=torch.channels_last)
     return made.permute(0, 2, 3, 1)
 

@@ -8,7 +8,7 @@ from augment.judge import (
     assert_close,
     assert_drawn_alike,
     assert_independent,
-    images,
+    make_images,
     on_device,
     planar,
     run,
@@ -51,18 +51,18 @@ class FirstOp(FakeDraws):
 @pytest.mark.parametrize("arguments", OPS, ids=str)
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
 def test_warped_is_torchvisions(arguments, interpolation):
-    pictures = images(N, 40, 50)
+    images = make_images(N, 40, 50)
     op = RandomAffine(**arguments, interpolation=interpolation)
     draws = FirstOp(range(N))
-    pipeline, params, out = run([op], pictures, draws)
+    pipeline, params, out = run([op], images, draws)
     mode = functional.InterpolationMode(interpolation)
     want = [
         functional.affine(
-            planar(picture), **drawn, interpolation=mode, center=arguments.get("center")
+            planar(image), **drawn, interpolation=mode, center=arguments.get("center")
         ).permute(1, 2, 0)
-        for picture, drawn in zip(pictures, parameters(op, draws, (40, 50)), strict=True)
+        for image, drawn in zip(images, parameters(op, draws, (40, 50)), strict=True)
     ]
-    other = on_device(pipeline, params, pictures).numpy()
+    other = on_device(pipeline, params, images).numpy()
     for made in (out, other):
         if interpolation == "bilinear":
             assert_close(made, np.stack(want))
@@ -72,25 +72,25 @@ def test_warped_is_torchvisions(arguments, interpolation):
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
 def test_the_fill_shows_outside(interpolation):
-    pictures = images(N, 40, 50)
+    images = make_images(N, 40, 50)
     op = RandomAffine(**EVERYTHING, interpolation=interpolation, fill=(10, 20, 30))
-    pipeline, params, out = run([op], pictures, FakeDraws(range(N)))
-    # what lies outside is where a white picture turns dark under a black fill
+    pipeline, params, out = run([op], images, FakeDraws(range(N)))
+    # what lies outside is where a white image turns dark under a black fill
     bare = RandomAffine(**EVERYTHING, interpolation=interpolation)
-    white = run([bare], np.full_like(pictures, 255), FakeDraws(range(N)))[2]
+    white = run([bare], np.full_like(images, 255), FakeDraws(range(N)))[2]
     outside = (white == 0).all(axis=3)
     assert 0.05 < outside.mean() < 0.9
     assert (out[outside] == (10, 20, 30)).all()
     # on the border it is blended in, once (torchvision weighs it twice there)
-    inside = run([bare], pictures, FakeDraws(range(N)))[2]
+    inside = run([bare], images, FakeDraws(range(N)))[2]
     blended = inside + (1 - white / 255.0) * (10, 20, 30)
     assert np.abs(out - blended).max() <= 1.1
     if interpolation == "bilinear":
-        assert_close(on_device(pipeline, params, pictures), out)
+        assert_close(on_device(pipeline, params, images), out)
 
 
-def test_a_squeezed_picture_turns_in_its_true_proportions():
-    true = cv2.GaussianBlur(images(3, 64, 128)[2], (0, 0), 2)
+def test_a_squeezed_image_turns_in_its_true_proportions():
+    true = cv2.GaussianBlur(make_images(3, 64, 128)[2], (0, 0), 2)
     squeezed = cv2.resize(true, (64, 64), interpolation=cv2.INTER_AREA)
     op = RandomAffine((30, 30), interpolation="bilinear")
     source = np.array([[64, 128]])
@@ -103,8 +103,8 @@ def test_parameters_are_drawn_as_torchvision_draws_them():
     n = 3000
     op, theirs = RandomAffine(**EVERYTHING), v2.RandomAffine(**EVERYTHING)
     torch.manual_seed(0)
-    picture = planar(np.zeros((60, 80, 3), np.uint8))
-    made = [theirs.make_params([picture]) for _ in range(n)]
+    image = planar(np.zeros((60, 80, 3), np.uint8))
+    made = [theirs.make_params([image]) for _ in range(n)]
     ours = list(parameters(op, FakeDraws(range(n)), (60, 80)))
     for name in ("angle", "scale"):
         assert_drawn_alike([one[name] for one in ours], [one[name] for one in made])
@@ -126,12 +126,12 @@ def test_a_letterbox_turns_as_it_is():
     assert after.boxes.tolist() == [[0, 0, 64, 64]]
 
 
-def test_masks_are_warped_with_their_pictures_to_the_nearest():
-    pictures = images(N, 40, 50)
+def test_masks_are_warped_with_their_images_to_the_nearest():
+    images = make_images(N, 40, 50)
     op = RandomAffine(**EVERYTHING, interpolation="nearest", fill=9)
-    pipeline, params, out = run([op], pictures, FakeDraws(range(N)))
+    pipeline, params, out = run([op], images, FakeDraws(range(N)))
     masks = np.zeros((N, 40, 50, 1), np.uint8)
-    pipeline.run_mask(params, 0, list(pictures[..., :1] | 1), masks)
+    pipeline.run_mask(params, 0, list(images[..., :1] | 1), masks)
     outside = masks == 0
     assert outside.any()
     assert (np.where(outside, 9, masks) == np.where(outside, 9, out[..., :1] | 1)).all()

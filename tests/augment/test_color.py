@@ -7,7 +7,7 @@ from augment.judge import (
     assert_close,
     assert_drawn_alike,
     assert_independent,
-    images,
+    make_images,
     on_device,
     planar,
     run,
@@ -26,40 +26,40 @@ ONE = [
 ALL = ColorJitter(0.4, 0.4, 0.4, 0.1)
 
 
-def theirs(op, row, picture):
+def theirs(op, row, image):
     """torchvision's transform, given the parameters of a row."""
     made = {"fn_idx": torch.tensor(row[:4]).long()}
     for name, factor in zip(NAMES, row[4:], strict=True):
         made[f"{name}_factor"] = None if getattr(op, name) is None else factor
     other = v2.ColorJitter(op.brightness, op.contrast, op.saturation, op.hue)
-    return other.transform(planar(picture), made).permute(1, 2, 0).numpy()
+    return other.transform(planar(image), made).permute(1, 2, 0).numpy()
 
 
 @pytest.mark.parametrize("op", [*ONE, ALL, ColorJitter(0.4, None, 0.4, 0.5)], ids=str)
 def test_colors_are_torchvisions_in_the_same_random_order(op):
-    pictures = images(12, 40, 50)
-    _, params, out = run([op], pictures, FakeDraws(range(12)))
+    images = make_images(12, 40, 50)
+    _, params, out = run([op], images, FakeDraws(range(12)))
     rows = params.views[0][1].tolist()
-    want = np.stack([theirs(op, row, picture) for row, picture in zip(rows, pictures, strict=True)])
+    want = np.stack([theirs(op, row, image) for row, image in zip(rows, images, strict=True)])
     assert_close(out, want)
 
 
 @pytest.mark.parametrize("op", [*ONE, ALL], ids=str)
 def test_the_device_makes_what_the_cpu_makes(op):
-    pictures = images(12, 40, 50)
-    pipeline, params, out = run([op], pictures, FakeDraws(range(12)))
-    assert_close(on_device(pipeline, params, pictures), out)
+    images = make_images(12, 40, 50)
+    pipeline, params, out = run([op], images, FakeDraws(range(12)))
+    assert_close(on_device(pipeline, params, images), out)
 
 
 def test_what_a_crops_rounding_becomes_is_no_more_than_in_torchvision():
-    pictures = images(48, 96, 96)
-    pipeline, params, out = run([RandomResizedCrop(64), ALL], pictures, FakeDraws(range(48)))
-    apart = np.abs(on_device(pipeline, params, pictures).numpy().astype(int) - out)
+    images = make_images(48, 96, 96)
+    pipeline, params, out = run([RandomResizedCrop(64), ALL], images, FakeDraws(range(48)))
+    apart = np.abs(on_device(pipeline, params, images).numpy().astype(int) - out)
     assert apart.max() <= 10
     assert apart.mean() <= 0.5
     assert (apart > 2).mean() < 0.005
 
-    _, _, cropped = run([RandomResizedCrop(64)], pictures, FakeDraws(range(48)))
+    _, _, cropped = run([RandomResizedCrop(64)], images, FakeDraws(range(48)))
     moved = cropped ^ 1  # every level by one, up or down
     _, params, _ = run([ALL], cropped, FakeDraws(range(48)))
     rows = params.views[0][1].tolist()
@@ -71,11 +71,11 @@ def test_what_a_crops_rounding_becomes_is_no_more_than_in_torchvision():
 
 
 def test_the_order_matters_and_is_kept():
-    pictures = images(12, 40, 50)
-    _, params, out = run([ColorJitter(0.8, 0.8)], pictures, FakeDraws(range(12)))
+    images = make_images(12, 40, 50)
+    _, params, out = run([ColorJitter(0.8, 0.8)], images, FakeDraws(range(12)))
     reversed_rows = [row[3::-1] + row[4:] for row in params.views[0][1].tolist()]
     op = ColorJitter(0.8, 0.8)
-    other = [theirs(op, row, picture) for row, picture in zip(reversed_rows, pictures, strict=True)]
+    other = [theirs(op, row, image) for row, image in zip(reversed_rows, images, strict=True)]
     assert np.abs(out.astype(int) - np.stack(other)).max() > 10
 
 
@@ -94,6 +94,6 @@ def test_factors_and_orders_are_drawn_as_torchvision_draws_them():
 
 
 def test_what_is_not_asked_for_stays():
-    pictures = images(4, 20, 20)
-    assert (run([ColorJitter()], pictures, FakeDraws(range(4)))[2] == pictures).all()
-    assert (run([ColorJitter(0, (1, 1), 0, 0)], pictures, FakeDraws(range(4)))[2] == pictures).all()
+    images = make_images(4, 20, 20)
+    assert (run([ColorJitter()], images, FakeDraws(range(4)))[2] == images).all()
+    assert (run([ColorJitter(0, (1, 1), 0, 0)], images, FakeDraws(range(4)))[2] == images).all()

@@ -1,4 +1,4 @@
-"""The device's pass compiled: the same pictures, one compilation, and what happens without it."""
+"""The device's pass compiled: the same images, one compilation, and what happens without it."""
 
 import shutil
 import warnings
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from augment.draws import FakeDraws
-from augment.judge import assert_close, images, on_device, run
+from augment.judge import assert_close, make_images, on_device, run
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.augment import (
     ColorJitter,
@@ -40,20 +40,20 @@ def nothing_compiled():
 @needs_compiler
 @pytest.mark.parametrize("nv12", [False, True])
 def test_compiled_it_makes_what_the_cpu_kernels_make(nv12):
-    pictures = images(12, 40, 40)
+    images = make_images(12, 40, 40)
     if nv12:
-        pictures = np.stack([rgb_to_nv12(picture) for picture in pictures])
+        images = np.stack([rgb_to_nv12(image) for image in images])
     ops = [*CROP, ToFloat(), Normalize([0.4, 0.5, 0.6], [1, 1, 1])]
-    made, params, out = run(ops, pictures, FakeDraws(range(12)), nv12=nv12, antialias=True)
+    made, params, out = run(ops, images, FakeDraws(range(12)), nv12=nv12, antialias=True)
     kernels = made.compile_device()
-    floats = on_device(made, params, pictures).numpy()
+    floats = on_device(made, params, images).numpy()
     assert kernels.error is None
     assert_close(np.rint(255 * floats), np.rint(255 * out))
 
 
 @needs_compiler
 def test_a_long_pipeline_compiled():
-    pictures = images(12, 40, 40)
+    images = make_images(12, 40, 40)
     ops = [
         *CROP,
         RandomAffine(20, interpolation="bilinear"),
@@ -61,9 +61,9 @@ def test_a_long_pipeline_compiled():
         GaussianBlur(3),
         RandomErasing(1, value=3),
     ]
-    made, params, out = run(ops, pictures, FakeDraws(range(12)))
+    made, params, out = run(ops, images, FakeDraws(range(12)))
     kernels = made.compile_device()
-    off = np.abs(on_device(made, params, pictures).numpy().astype(float) - out)
+    off = np.abs(on_device(made, params, images).numpy().astype(float) - out)
     assert kernels.error is None
     # ops in a row, each within 1 level: a strong jitter may stretch that
     assert off.mean() < 0.5
@@ -81,15 +81,15 @@ def counting(graphs):
 
 
 def test_batches_of_all_lengths_are_two_graphs_at_most_and_pipelines_are_not_counted_together():
-    pictures = images(9, 40, 40)
+    images = make_images(9, 40, 40)
     graphs = []
     for _ in range(9):
-        made, _, _ = run(CROP, pictures, FakeDraws(range(9)))
+        made, _, _ = run(CROP, images, FakeDraws(range(9)))
         made._run_batch = kernels = CompiledBatch(counting(graphs))
         for count in (9, 9, 5, 3):
             size = np.full((count, 2), 40)
             params = made.draw(FakeDraws(range(count), seed=count), size, size)
-            made.run_device(params, torch.from_numpy(pictures[:count]))
+            made.run_device(params, torch.from_numpy(images[:count]))
         assert kernels.error is None
     assert len(graphs) <= 18
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from augment.draws import FakeDraws
-from augment.judge import assert_close, images, on_device, run
+from augment.judge import assert_close, make_images, on_device, run
 from h5feed.augment import (
     CenterCrop,
     RandomCrop,
@@ -31,31 +31,31 @@ LISTS = {
 @pytest.mark.parametrize("squeezed", [False, True])
 @pytest.mark.parametrize("name", LISTS)
 def test_the_device_makes_what_the_cpu_makes_borders_included(name, squeezed, antialias):
-    pictures = images(10, 64, 64)
+    images = make_images(10, 64, 64)
     source = np.full((10, 2), (90, 120) if squeezed else (64, 64))
     pipeline, params, out = run(
-        LISTS[name], pictures, FakeDraws(range(10)), source=source, antialias=antialias
+        LISTS[name], images, FakeDraws(range(10)), source=source, antialias=antialias
     )
-    assert_close(on_device(pipeline, params, pictures), out)
+    assert_close(on_device(pipeline, params, images), out)
 
 
 def test_outside_the_box_nothing_is_read():
     """A resize of a box must not know of the pixels around it, on the CPU or a device."""
-    pictures = images(10, 64, 64)
+    images = make_images(10, 64, 64)
     ops = [RandomResizedCrop(32, scale=(0.2, 0.6))]
-    pipeline, params, out = run(ops, pictures, FakeDraws(range(10)), antialias=True)
-    for picture, (y, x, h, w) in zip(pictures, params.views[0][0][:, :4], strict=True):
-        kept = picture[y : y + h, x : x + w].copy()
-        picture[...] = 255 - picture
-        picture[y : y + h, x : x + w] = kept
-    assert_close(on_device(pipeline, params, pictures), out)
+    pipeline, params, out = run(ops, images, FakeDraws(range(10)), antialias=True)
+    for image, (y, x, h, w) in zip(images, params.views[0][0][:, :4], strict=True):
+        kept = image[y : y + h, x : x + w].copy()
+        image[...] = 255 - image
+        image[y : y + h, x : x + w] = kept
+    assert_close(on_device(pipeline, params, images), out)
 
 
 def test_nothing_waits_for_the_device_or_depends_on_a_draw():
     """One graph for all batches: what torch.compile needs, and a host sync would break."""
-    pictures = images(4, 32, 32)
+    images = make_images(4, 32, 32)
     ops = [RandomResizedCrop(24), RandomHorizontalFlip()]
-    pipeline, _, _ = run(ops, pictures, FakeDraws(range(4)))
+    pipeline, _, _ = run(ops, images, FakeDraws(range(4)))
     graphs = []
 
     def count(graph, _):
@@ -66,7 +66,7 @@ def test_nothing_waits_for_the_device_or_depends_on_a_draw():
     size = np.full((4, 2), 32)
     for seed in range(3):
         params = pipeline.draw(FakeDraws(range(4), seed), size, size)
-        batch = torch.from_numpy(pictures)
+        batch = torch.from_numpy(images)
         made = step(pipeline._plan, params.packed(), batch, [(24, 24)])
         assert torch.equal(made, pipeline.run_device(params, batch))
     assert len(graphs) == 1

@@ -3,7 +3,14 @@ import pytest
 import torch
 
 from augment.draws import FakeDraws
-from augment.judge import assert_drawn_alike, assert_independent, images, on_device, planar, run
+from augment.judge import (
+    assert_drawn_alike,
+    assert_independent,
+    make_images,
+    on_device,
+    planar,
+    run,
+)
 from h5feed.augment import Normalize, Pipeline, RandomErasing, ToFloat
 from h5feed.errors import UsageError
 
@@ -15,30 +22,30 @@ HALF = [ToFloat(), Normalize([0.5], [0.5])]
 
 @pytest.mark.parametrize("value", [7, (1, 2, 3)])
 def test_a_rectangle_of_bytes_is_torchvisions(value):
-    pictures = images(8, 30, 40)
-    pipeline, params, out = run([RandomErasing(1, value=value)], pictures, FakeDraws(range(8)))
-    for picture, made, row in zip(pictures, out, params.views[0][1].astype(int), strict=True):
+    images = make_images(8, 30, 40)
+    pipeline, params, out = run([RandomErasing(1, value=value)], images, FakeDraws(range(8)))
+    for image, made, row in zip(images, out, params.views[0][1].astype(int), strict=True):
         color = torch.tensor(np.atleast_1d(value))[:, None, None]
-        want = functional.erase(planar(picture), *row[:4].tolist(), color)
+        want = functional.erase(planar(image), *row[:4].tolist(), color)
         assert (made == want.permute(1, 2, 0).numpy()).all()
-    assert (on_device(pipeline, params, pictures).numpy() == out).all()
+    assert (on_device(pipeline, params, images).numpy() == out).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_after_normalize_the_value_is_one_of_the_floats(dtype):
-    pictures = images(8, 30, 40)
+    images = make_images(8, 30, 40)
     ops = [ToFloat(dtype), Normalize([0.5], [0.5]), RandomErasing(1, value=-7.25)]
-    pipeline, params, out = run(ops, pictures, FakeDraws(range(8)))
+    pipeline, params, out = run(ops, images, FakeDraws(range(8)))
     made = torch.from_numpy(out.view(np.int16) if out.dtype == np.uint16 else out).view(dtype)
     erased = (made == -7.25).all(dim=3).sum(dim=(1, 2))
     assert erased.tolist() == params.views[0][1][:, 2:4].prod(axis=1).tolist()
-    assert torch.equal(on_device(pipeline, params, pictures) == -7.25, made == -7.25)
+    assert torch.equal(on_device(pipeline, params, images) == -7.25, made == -7.25)
 
 
 def test_random_values_are_a_normal_draw_for_each_pixel_and_channel():
-    pictures = images(8, 60, 60)
+    images = make_images(8, 60, 60)
     ops = [*HALF, RandomErasing(1, scale=(0.2, 0.33), value="random")]
-    pipeline, params, out = run(ops, pictures, FakeDraws(range(8)))
+    pipeline, params, out = run(ops, images, FakeDraws(range(8)))
     noise = []
     for made, row in zip(out, params.views[0][1].astype(int), strict=True):
         top, left, h, w, _ = row
@@ -46,7 +53,7 @@ def test_random_values_are_a_normal_draw_for_each_pixel_and_channel():
     noise = np.concatenate(noise)
     assert len(np.unique(noise)) > 0.99 * len(noise)
     assert_drawn_alike(noise, np.random.default_rng(0).standard_normal(len(noise)))
-    made = on_device(pipeline, params, pictures).numpy()
+    made = on_device(pipeline, params, images).numpy()
     assert np.abs(made - out).max() < 1e-3
 
 
@@ -57,8 +64,8 @@ def test_rectangles_are_drawn_as_torchvision_draws_them():
     size = np.full((n, 2), (60, 80))
     rows = pipeline.draw(FakeDraws(range(n)), size, size).views[0][1]
     torch.manual_seed(0)
-    picture = planar(np.zeros((60, 80, 3), np.uint8))
-    made = [v2.RandomErasing(1).make_params([picture]) for _ in range(n)]
+    image = planar(np.zeros((60, 80, 3), np.uint8))
+    made = [v2.RandomErasing(1).make_params([image]) for _ in range(n)]
     for values, name in zip(rows.T[:4], "ijhw", strict=True):
         assert_drawn_alike(values, [one[name] for one in made])
     top, left, h, w = rows.T[:4]

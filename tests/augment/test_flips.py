@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from augment.draws import FakeDraws, Given
-from augment.judge import images, run
+from augment.judge import make_images, run
 from h5feed.augment import Pipeline, RandomHorizontalFlip, RandomResizedCrop, RandomVerticalFlip
 
 
@@ -10,23 +10,23 @@ from h5feed.augment import Pipeline, RandomHorizontalFlip, RandomResizedCrop, Ra
     ("op", "axis"), [(RandomHorizontalFlip, 1), (RandomVerticalFlip, 0)], ids=["x", "y"]
 )
 def test_images_whose_draw_lies_below_p_are_mirrored(op, axis):
-    pictures = images(4, 20, 30)
-    _, _, out = run([op(0.5)], pictures, Given([[0.0], [0.49], [0.5], [0.99]]))
-    assert (out[:2] == np.flip(pictures[:2], axis + 1)).all()
-    assert (out[2:] == pictures[2:]).all()
+    images = make_images(4, 20, 30)
+    _, _, out = run([op(0.5)], images, Given([[0.0], [0.49], [0.5], [0.99]]))
+    assert (out[:2] == np.flip(images[:2], axis + 1)).all()
+    assert (out[2:] == images[2:]).all()
 
 
 def test_two_flips_of_a_kind_undo_each_other():
-    pictures = images(4, 20, 30)
-    _, _, out = run([RandomHorizontalFlip(1), RandomHorizontalFlip(1)], pictures, Given([[0]] * 4))
-    assert (out == pictures).all()
+    images = make_images(4, 20, 30)
+    _, _, out = run([RandomHorizontalFlip(1), RandomHorizontalFlip(1)], images, Given([[0]] * 4))
+    assert (out == images).all()
 
 
 def test_a_flip_after_a_resize_mirrors_the_very_pixels():
-    pictures = images(4, 40, 50)
+    images = make_images(4, 40, 50)
     draws = FakeDraws(range(4))
-    plain = run([RandomResizedCrop(24)], pictures, draws)[2]
-    turned = run([RandomResizedCrop(24), RandomVerticalFlip(1)], pictures, draws)[2]
+    plain = run([RandomResizedCrop(24)], images, draws)[2]
+    turned = run([RandomResizedCrop(24), RandomVerticalFlip(1)], images, draws)[2]
     assert (turned == plain[:, ::-1]).all()
 
 

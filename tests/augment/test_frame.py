@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from augment.draws import Given
-from augment.judge import images, run
+from augment.judge import make_images, run
 from h5feed.augment import CenterCrop, RandomCrop, RandomHorizontalFlip, RandomVerticalFlip, Resize
 from h5feed.augment.frame import COLUMNS, Frame, Shapes
 
@@ -39,14 +39,14 @@ BOX = ("y", "x", "h", "w")
 SIZES = ("rh", "rw", "py", "px", "oh", "ow")
 
 
-def test_a_crop_of_a_squeezed_picture_is_squeezed_alike():
+def test_a_crop_of_a_squeezed_image_is_squeezed_alike():
     frame = Frame(shapes((256, 256), (256, 512)))
     frame.crop(np.array([0]), np.array([128]), 256, 256)
     assert columns(frame, *BOX) == [0, 64, 256, 128]
     assert columns(frame, *SIZES) == [256, 256, 0, 0, 256, 256]
 
 
-def test_a_crop_after_a_resize_is_cut_from_the_whole_resized_picture():
+def test_a_crop_after_a_resize_is_cut_from_the_whole_resized_image():
     frame = Frame(shapes((256, 256), (256, 256)))
     frame.resize(232, 232)
     frame.crop(np.array([4]), np.array([6]), 224, 224)
@@ -70,7 +70,7 @@ def test_a_resize_after_a_crop_reads_only_the_crop():
     assert columns(frame, *SIZES) == [80, 80, 0, 0, 80, 80]
 
 
-def test_outside_the_picture_nothing_is_read():
+def test_outside_the_image_nothing_is_read():
     frame = Frame(shapes((32, 32), (32, 32)))
     frame.crop(np.array([-4]), np.array([3]), 32, 32)
     assert columns(frame, *BOX) == [0, 3, 28, 29]
@@ -83,7 +83,7 @@ def test_a_crop_is_drawn_within_the_letterbox():
     assert columns(frame, *BOX) == [32, 10, 192, 100]
 
 
-def test_flips_alone_take_the_picture_as_it_is_stored():
+def test_flips_alone_take_the_image_as_it_is_stored():
     frame = Frame(shapes((256, 256), (375, 500), (32, 0, 192, 250)))
     frame.flip(np.array([True]), False)
     assert columns(frame, *BOX) == [0, 0, 256, 256]
@@ -91,7 +91,7 @@ def test_flips_alone_take_the_picture_as_it_is_stored():
     assert frame.shapes().boxes.tolist() == [[32, 6, 192, 250]]
 
 
-def test_every_box_has_pixels_however_thin_the_picture():
+def test_every_box_has_pixels_however_thin_the_image():
     frame = Frame(shapes((4, 256), (1000, 256)))
     frame.crop(np.array([999]), np.array([0]), 1, 256)
     y, _, h, w = columns(frame, *BOX)
@@ -111,20 +111,20 @@ def test_antialiasing_is_asked_for_where_a_crop_shrinks_enough(antialias, shrink
 
 
 @pytest.mark.parametrize("u", [0.0, 0.3, 0.999])
-def test_a_crop_after_a_flip_is_a_crop_of_the_flipped_picture(u):
-    picture = images(3, 40, 50)[2]
+def test_a_crop_after_a_flip_is_a_crop_of_the_flipped_image(u):
+    image = make_images(3, 40, 50)[2]
     crop = RandomCrop((20, 30))
     at = int(u * 21)
     inside = np.s_[at : at + 20, at : at + 30]
-    _, _, out = run([RandomHorizontalFlip(1), crop], [picture], Given([[u, u]]))
-    assert (out[0] == picture[:, ::-1][inside]).all()
-    _, _, out = run([RandomVerticalFlip(1), crop], [picture], Given([[u, u]]))
-    assert (out[0] == picture[::-1][inside]).all()
+    _, _, out = run([RandomHorizontalFlip(1), crop], [image], Given([[u, u]]))
+    assert (out[0] == image[:, ::-1][inside]).all()
+    _, _, out = run([RandomVerticalFlip(1), crop], [image], Given([[u, u]]))
+    assert (out[0] == image[::-1][inside]).all()
 
 
-def test_evaluation_of_a_squeezed_picture_shows_true_proportions():
+def test_evaluation_of_a_squeezed_image_shows_true_proportions():
     """Resize(256) + CenterCrop(224) of a square file is the central square of the source."""
-    source = images(3, 375, 500)[2]
+    source = make_images(3, 375, 500)[2]
     stored = cv2.resize(source, (256, 256), interpolation=cv2.INTER_AREA)
     ops = [Resize(256), CenterCrop(224)]
     _, _, ours = run(ops, [stored], Given([[0]]), source=np.array([[375, 500]]))

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from augment.draws import FakeDraws
-from augment.judge import assert_close, assert_drawn_alike, images, on_device, run
+from augment.judge import assert_close, assert_drawn_alike, make_images, on_device, run
 from h5feed.augment import CutMix, Mixup, Pipeline, ToFloat
 from h5feed.augment.mixing import mix_labels
 from h5feed.errors import UsageError
@@ -20,42 +20,40 @@ def theirs(op, params, batch, labels):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_mixup_is_torchvisions_in_place_and_on_a_device(dtype):
-    pictures = images(5, 16, 20)
-    pipeline, params, out = run([ToFloat(dtype), Mixup()], pictures, FakeDraws(range(5)))
+    images = make_images(5, 16, 20)
+    pipeline, params, out = run([ToFloat(dtype), Mixup()], images, FakeDraws(range(5)))
     batch = torch.from_numpy(out.view(np.int16) if out.dtype == np.uint16 else out).view(dtype)
     op, kept = v2.MixUp(num_classes=10), {"lam": float(params.mix[0])}
     want, labels = theirs(op, kept, batch.permute(0, 3, 1, 2).float(), LABELS)
     pipeline.mix_rows(params, out)
     close = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps}
     torch.testing.assert_close(batch.permute(0, 3, 1, 2).float(), want, **close)
-    torch.testing.assert_close(
-        on_device(pipeline, params, pictures).float(), batch.float(), **close
-    )
+    torch.testing.assert_close(on_device(pipeline, params, images).float(), batch.float(), **close)
     torch.testing.assert_close(pipeline.mix_labels(params, LABELS), labels)
 
 
 def test_cutmix_is_torchvisions_in_place_and_on_a_device():
-    pictures = images(5, 16, 20)
+    images = make_images(5, 16, 20)
     for seed in range(5):
-        pipeline, params, out = run([CutMix()], pictures, FakeDraws(range(5), seed))
+        pipeline, params, out = run([CutMix()], images, FakeDraws(range(5), seed))
         kept, _, y0, x0, y1, x1 = params.mix.tolist()
         box = {"box": tuple(int(v) for v in (x0, y0, x1, y1)), "lam_adjusted": kept}
-        batch = torch.from_numpy(pictures).permute(0, 3, 1, 2)
+        batch = torch.from_numpy(images).permute(0, 3, 1, 2)
         want, labels = theirs(v2.CutMix(num_classes=10), box, batch, LABELS)
         pipeline.mix_rows(params, out)
         assert torch.equal(torch.from_numpy(out).permute(0, 3, 1, 2), want)
-        assert (on_device(pipeline, params, pictures).numpy() == out).all()
+        assert (on_device(pipeline, params, images).numpy() == out).all()
         torch.testing.assert_close(pipeline.mix_labels(params, LABELS), labels)
 
 
 def test_bytes_are_mixed_too():
-    pictures = images(5, 16, 20)
-    pipeline, params, out = run([Mixup()], pictures, FakeDraws(range(5)))
+    images = make_images(5, 16, 20)
+    pipeline, params, out = run([Mixup()], images, FakeDraws(range(5)))
     share = params.mix[0]
     pipeline.mix_rows(params, out)
-    want = share * pictures + (1 - share) * np.roll(pictures, 1, axis=0)
+    want = share * images + (1 - share) * np.roll(images, 1, axis=0)
     assert np.abs(out - want).max() <= 0.5001
-    assert_close(on_device(pipeline, params, pictures), out, most=1)
+    assert_close(on_device(pipeline, params, images), out, most=1)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
@@ -92,7 +90,7 @@ def test_a_label_outside_the_classes_is_refused(label, classes):
 
 
 def test_without_mixing_labels_stay_numbers():
-    pipeline, params, _ = run([], images(5, 8, 8), FakeDraws(range(5)))
+    pipeline, params, _ = run([], make_images(5, 8, 8), FakeDraws(range(5)))
     assert not pipeline.uses_batch
     assert pipeline.mix_labels(params, LABELS) is LABELS
 

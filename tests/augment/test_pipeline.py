@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from augment.draws import FakeDraws
-from augment.judge import assert_close, images, on_device, run
+from augment.judge import assert_close, make_images, on_device, run
 from h5feed.augment import (
     CenterCrop,
     ColorJitter,
@@ -59,24 +59,24 @@ def by_op(op):
 
 @pytest.mark.parametrize("op", RANDOM, ids=by_op)
 def test_pixels_depend_on_seed_and_sample_not_on_batch_or_chunk(op):
-    pictures = images(N, 40, 40)
-    _, _, whole = run([op], pictures, FakeDraws(range(N)))
-    assert (whole == run([op], pictures, FakeDraws(range(N)))[2]).all()
+    images = make_images(N, 40, 40)
+    _, _, whole = run([op], images, FakeDraws(range(N)))
+    assert (whole == run([op], images, FakeDraws(range(N)))[2]).all()
     order = np.random.default_rng(0).permutation(N)
     for some in np.split(order, [1, 6, 13]):
-        _, _, part = run([op], pictures[some], FakeDraws(some))
+        _, _, part = run([op], images[some], FakeDraws(some))
         assert (part == whole[some]).all()
-    assert (run([op], pictures, FakeDraws(range(N), seed=1))[2] != whole).any()
+    assert (run([op], images, FakeDraws(range(N), seed=1))[2] != whole).any()
 
 
 @pytest.mark.parametrize("chunk", [1, 5, N])
 def test_threads_and_chunks_make_the_same_pixels(chunk):
-    pictures = images(N, 40, 40)
-    pipeline, params, whole = run(LONG, pictures, FakeDraws(range(N)))
+    images = make_images(N, 40, 40)
+    pipeline, params, whole = run(LONG, images, FakeDraws(range(N)))
     out = np.zeros_like(whole)
 
     def work(k):
-        pipeline.run_cpu(params, k, list(pictures[k : k + chunk]), out[k : k + chunk])
+        pipeline.run_cpu(params, k, list(images[k : k + chunk]), out[k : k + chunk])
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(0, N, chunk)))
@@ -84,9 +84,9 @@ def test_threads_and_chunks_make_the_same_pixels(chunk):
 
 
 def test_a_long_pipeline_agrees_on_a_device():
-    pictures = images(N, 40, 40)
-    pipeline, params, out = run(LONG, pictures, FakeDraws(range(N)))
-    made = on_device(pipeline, params, pictures).numpy().astype(float)
+    images = make_images(N, 40, 40)
+    pipeline, params, out = run(LONG, images, FakeDraws(range(N)))
+    made = on_device(pipeline, params, images).numpy().astype(float)
     off = np.abs(made - out) * 0.2 * 255
     # ops in a row, each within 1 level: a strong jitter may stretch that
     assert off.mean() < 0.5
@@ -94,49 +94,47 @@ def test_a_long_pipeline_agrees_on_a_device():
 
 
 def test_parts_of_parameters_are_the_parameters_of_parts():
-    pictures = images(N, 40, 40)
-    pipeline, params, whole = run(LONG, pictures, FakeDraws(range(N)))
+    images = make_images(N, 40, 40)
+    pipeline, params, whole = run(LONG, images, FakeDraws(range(N)))
     part = params[7:12]
     assert len(part) == 5
     out = np.zeros_like(whole[:5])
-    pipeline.run_cpu(part, 0, list(pictures[7:12]), out)
+    pipeline.run_cpu(part, 0, list(images[7:12]), out)
     assert (out.view(np.uint16) == whole[7:12].view(np.uint16)).all()
 
 
-def test_the_pictures_given_are_never_written_to():
-    pictures = images(N, 40, 40)
+def test_the_images_given_are_never_written_to():
+    images = make_images(N, 40, 40)
     for op in [*RANDOM, Resize((20, 20), antialias=True)]:
-        before = pictures.copy()
+        before = images.copy()
         before.setflags(write=False)  # torch warns of such memory, and the test fails if it does
         out = run([op], before, FakeDraws(range(N)))[2]
-        assert (before == pictures).all()
+        assert (before == images).all()
         out[...] = 0
-        assert (before == pictures).all()
+        assert (before == images).all()
 
 
 def test_two_views_are_two_draws_and_the_first_is_that_of_one_view():
-    pictures = images(N, 40, 40)
+    images = make_images(N, 40, 40)
     ops = [RandomResizedCrop(24), ColorJitter(0.4)]
-    one = run(ops, pictures, FakeDraws(range(N)))[2]
-    pipeline, params, first = run(ops, pictures, FakeDraws(range(N)), views=2)
+    one = run(ops, images, FakeDraws(range(N)))[2]
+    pipeline, params, first = run(ops, images, FakeDraws(range(N)), views=2)
     second = np.zeros_like(first)
-    pipeline.run_cpu(params, 0, list(pictures), second, view=1)
+    pipeline.run_cpu(params, 0, list(images), second, view=1)
     assert (first == one).all()
     assert all((a != b).any() for a, b in zip(first, second, strict=True))
-    assert_close(on_device(pipeline, params, pictures, view=1), second)
+    assert_close(on_device(pipeline, params, images, view=1), second)
 
 
 def test_source_rows_cover_what_all_views_read_and_a_part_will_do():
-    pictures = images(N, 60, 80)
+    images = make_images(N, 60, 80)
     ops = [RandomResizedCrop(24, scale=(0.05, 0.3)), RandomHorizontalFlip()]
-    pipeline, params, first = run(ops, pictures, FakeDraws(range(N)), views=2)
+    pipeline, params, first = run(ops, images, FakeDraws(range(N)), views=2)
     second = np.zeros_like(first)
-    pipeline.run_cpu(params, 0, list(pictures), second, view=1)
+    pipeline.run_cpu(params, 0, list(images), second, view=1)
     boxes = pipeline.source_rows(params)
     assert (boxes[:, 2] * boxes[:, 3]).mean() < 0.6 * 60 * 80
-    parts = [
-        picture[y : y + h, x : x + w] for picture, (y, x, h, w) in zip(pictures, boxes, strict=True)
-    ]
+    parts = [image[y : y + h, x : x + w] for image, (y, x, h, w) in zip(images, boxes, strict=True)]
     for view, want in enumerate((first, second)):
         out = np.zeros_like(want)
         make = pipeline.kernel(params, 0, N, view=view)
@@ -153,22 +151,22 @@ GEOMETRY = [
 
 
 @pytest.mark.parametrize("ops", GEOMETRY, ids=[0, 1, 2])
-def test_masks_follow_their_pictures(ops):
-    """A mask of left, right and corner lies where the picture's same regions lie."""
-    pictures = np.zeros((N, 40, 40, 3), np.uint8)
-    pictures[:, :, 20:] = 200
-    pictures[:, :10, :10] = 100
+def test_masks_follow_their_images(ops):
+    """A mask of left, right and corner lies where the image's same regions lie."""
+    images = np.zeros((N, 40, 40, 3), np.uint8)
+    images[:, :, 20:] = 200
+    images[:, :10, :10] = 100
     plain = [op for op in ops if not isinstance(op, (ColorJitter, RandomErasing, ToFloat))]
-    pipeline, params, _ = run(ops, pictures, FakeDraws(range(N)))
+    pipeline, params, _ = run(ops, images, FakeDraws(range(N)))
     masks = np.zeros((N, *pipeline.out_shape[:2], 1), np.uint8)
-    pipeline.run_mask(params, 0, list(pictures[..., :1]), masks)
+    pipeline.run_mask(params, 0, list(images[..., :1]), masks)
     assert set(np.unique(masks)) == {0, 100, 200}
 
     class Same(FakeDraws):
         def uniform(self, stream, count):  # the op's place in the longer list
             return super().uniform(ops.index(plain[stream]), count)
 
-    out = run(plain, pictures, Same(range(N)), antialias=False)[2]
+    out = run(plain, images, Same(range(N)), antialias=False)[2]
     assert (np.abs(out[..., :1].astype(int) - masks) > 60).mean() < 0.06
 
 
@@ -185,7 +183,7 @@ def test_padding_of_masks_is_mask_fill(kind, arguments):
     ones = np.ones((N, 40, 40, 1), np.uint8)
 
     def masks(ops):
-        pipeline, params, _ = run(ops, images(N, 40, 40), FakeDraws(range(N)))
+        pipeline, params, _ = run(ops, make_images(N, 40, 40), FakeDraws(range(N)))
         out = np.empty((N, *pipeline.out_shape[:2], 1), np.uint8)
         pipeline.run_mask(params, 0, list(ones), out)
         return out
@@ -211,7 +209,9 @@ def test_a_mask_fill_that_no_mask_holds_is_refused(fill):
 def test_masks_are_torchvisions_nearest():
     functional = pytest.importorskip("torchvision.transforms.v2.functional")
     masks = np.random.default_rng(0).integers(0, 9, (N, 40, 40, 1), dtype=np.uint8)
-    pipeline, params, _ = run([RandomResizedCrop((24, 60))], images(N, 40, 40), FakeDraws(range(N)))
+    pipeline, params, _ = run(
+        [RandomResizedCrop((24, 60))], make_images(N, 40, 40), FakeDraws(range(N))
+    )
     out = np.zeros((N, 24, 60, 1), np.uint8)
     pipeline.run_mask(params, 0, list(masks), out)
     nearest = functional.InterpolationMode.NEAREST
@@ -222,14 +222,14 @@ def test_masks_are_torchvisions_nearest():
         assert (want.permute(1, 2, 0).numpy() != made).mean() < 0.05
 
 
-def test_pictures_of_several_sizes_between_two_ops_are_for_the_cpu():
-    pictures = images(2, 40, 40)
+def test_images_of_several_sizes_between_two_ops_are_for_the_cpu():
+    images = make_images(2, 40, 40)
     source = np.array([[40, 60], [60, 40]])
     ops = [Resize(40), RandomAffine(10), CenterCrop(30)]
-    pipeline, params, out = run(ops, pictures, FakeDraws([0, 1]), source=source)
+    pipeline, params, out = run(ops, images, FakeDraws([0, 1]), source=source)
     assert out.shape == (2, 30, 30, 3)
     with pytest.raises(UsageError, match=r'augment_on="device" .* meets images of several sizes'):
-        pipeline.run_device(params, torch.from_numpy(pictures))
+        pipeline.run_device(params, torch.from_numpy(images))
 
 
 def test_wrong_settings_are_one_clear_error():
@@ -255,11 +255,11 @@ def test_what_a_loader_must_know():
 THREADS = """
 import os, numpy as np, torch
 from augment.draws import FakeDraws
-from augment.judge import images, run
+from augment.judge import make_images, run
 from h5feed.augment import RandomResizedCrop
 torch.set_num_threads(4)
 before = len(os.listdir("/proc/self/task"))
-run([RandomResizedCrop(100)], images(8, 300, 300), FakeDraws(range(8)), antialias=True)
+run([RandomResizedCrop(100)], make_images(8, 300, 300), FakeDraws(range(8)), antialias=True)
 print(before, len(os.listdir("/proc/self/task")))
 """
 

@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from augment.draws import FakeDraws
-from augment.judge import assert_close, assert_drawn_alike, assert_independent, images, planar, run
+from augment.judge import (
+    assert_close,
+    assert_drawn_alike,
+    assert_independent,
+    make_images,
+    planar,
+    run,
+)
 from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.augment.frame import COLUMNS
 
@@ -15,24 +22,24 @@ functional = pytest.importorskip("torchvision.transforms.v2.functional")
 
 @pytest.mark.parametrize("antialias", [True, False])
 def test_given_the_same_boxes_the_pixels_are_torchvisions(antialias):
-    pictures = images(12, 90, 120)
+    images = make_images(12, 90, 120)
     op = RandomResizedCrop((40, 50))
-    _, params, out = run([op], pictures, FakeDraws(range(12)), antialias=antialias)
-    for picture, made, row in zip(pictures, out, params.views[0][0].tolist(), strict=True):
+    _, params, out = run([op], images, FakeDraws(range(12)), antialias=antialias)
+    for image, made, row in zip(images, out, params.views[0][0].tolist(), strict=True):
         want = functional.resized_crop(
-            planar(picture), *row[:4], [40, 50], antialias=antialias
+            planar(image), *row[:4], [40, 50], antialias=antialias
         ).permute(1, 2, 0)
         assert_close(made, want)
 
 
 def test_auto_is_one_of_the_two_for_each_image():
-    pictures = images(12, 90, 120)
+    images = make_images(12, 90, 120)
     draws = FakeDraws(range(12))
     op = RandomResizedCrop((40, 50))
     smooth, plain, auto = (
-        run([op], pictures, draws, antialias=antialias)[2] for antialias in (True, False, "auto")
+        run([op], images, draws, antialias=antialias)[2] for antialias in (True, False, "auto")
     )
-    _, params, _ = run([op], pictures, draws)
+    _, params, _ = run([op], images, draws)
     h, w, antialiased = params.views[0][0][:, [2, 3, 11]].T
     assert (antialiased == ((h > 60) | (w > 75))).all()
     assert 2 < antialiased.sum() < 12
@@ -73,8 +80,8 @@ def test_boxes_are_torchvisions_draw_for_draw(hw):
 def test_boxes_are_drawn_as_torchvision_draws_them():
     n = 4000
     torch.manual_seed(0)
-    picture = planar(np.zeros((375, 500, 3), np.uint8))
-    made = [v2.RandomResizedCrop(224).make_params([picture]) for _ in range(n)]
+    image = planar(np.zeros((375, 500, 3), np.uint8))
+    made = [v2.RandomResizedCrop(224).make_params([image]) for _ in range(n)]
     size = np.full((n, 2), (375, 500))
     rows = RandomResizedCrop(224).boxes(size[:, 0], size[:, 1], FakeDraws(range(n)).uniform(0, 22))
     for values, name in zip(rows, ("top", "left", "height", "width"), strict=True):
@@ -85,7 +92,7 @@ def test_boxes_are_drawn_as_torchvision_draws_them():
     assert_independent(*place, (h * w)[inside])
 
 
-def test_in_a_squeezed_picture_the_shares_and_ratios_are_the_sources():
+def test_in_a_squeezed_image_the_shares_and_ratios_are_the_sources():
     n = 4000
     pipeline = Pipeline([RandomResizedCrop(224)])
     pipeline.bind((256, 256))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from augment.draws import FakeDraws
-from augment.judge import images
+from augment.judge import make_images
 from h5feed.augment import (
     CenterCrop,
     Normalize,
@@ -17,7 +17,7 @@ from h5feed.augment import (
 from h5feed.augment import windows as windows_module
 from h5feed.augment.windows import are_windows
 
-FIELD = np.concatenate([images(20, 32, 24), images(20, 32, 24, seed=50)])
+FIELD = np.concatenate([make_images(20, 32, 24), make_images(20, 32, 24, seed=50)])
 
 WINDOWS = {
     "cifar": [RandomCrop((32, 24), padding=4), RandomHorizontalFlip()],
@@ -36,8 +36,8 @@ WINDOWS = {
 }
 
 
-def made(ops, indices, chunk, pictures):
-    """Run in chunks, from the whole field or from its pictures one by one."""
+def made(ops, indices, chunk, images):
+    """Run in chunks, from the whole field or from its images one by one."""
     pipeline = Pipeline(ops)
     pipeline.bind((32, 24))
     size = np.full((len(indices), 2), (32, 24))
@@ -45,7 +45,7 @@ def made(ops, indices, chunk, pictures):
     out = np.zeros((len(indices), *pipeline.out_shape), pipeline.row_dtype)
     for k in range(0, len(indices), chunk):
         some = indices[k : k + chunk]
-        if pictures:
+        if images:
             pipeline.run_cpu(params, k, [FIELD[i] for i in some], out[k : k + chunk])
         else:
             pipeline.run_fixed(params, k, FIELD, some, out[k : k + chunk])
@@ -59,9 +59,9 @@ def test_a_chunk_at_once_is_the_images_one_by_one(name, chunk, monkeypatch):
     copy = windows_module.copy_windows
     monkeypatch.setattr("h5feed.augment.on_cpu.copy_windows", lambda *a: (used.append(1), copy(*a)))
     indices = np.random.default_rng(0).integers(0, len(FIELD), 64)
-    at_once = made(WINDOWS[name], indices, chunk, pictures=False)
+    at_once = made(WINDOWS[name], indices, chunk, images=False)
     assert used
-    assert (at_once == made(WINDOWS[name], indices, 64, pictures=True)).all()
+    assert (at_once == made(WINDOWS[name], indices, 64, images=True)).all()
 
 
 @pytest.mark.parametrize("ops", [[RandomResizedCrop(16)], [RandomCrop(8, padding=40)]])
@@ -72,11 +72,11 @@ def test_other_crops_go_one_by_one(ops):
     size = np.full((40, 2), (32, 24))
     rows = pipeline.draw(FakeDraws(indices), size, size).views[0][0]
     assert not are_windows(rows, 32, 24)
-    assert (made(ops, indices, 13, pictures=False) == made(ops, indices, 40, pictures=True)).all()
+    assert (made(ops, indices, 13, images=False) == made(ops, indices, 40, images=True)).all()
 
 
 @pytest.mark.parametrize("box", [(4, 0, 24, 24), (0, 4, 32, 16)])
-def test_a_letterbox_is_not_read_beyond_its_picture(box):
+def test_a_letterbox_is_not_read_beyond_its_image(box):
     pipeline = Pipeline([RandomCrop(24, padding=4)])
     pipeline.bind((32, 24))
     size, inside = np.full((8, 2), (32, 24)), np.full((8, 2), box[2:])

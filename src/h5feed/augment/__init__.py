@@ -1,12 +1,12 @@
-"""What happens to a picture: parameters drawn for a batch, kernels for the CPU and any device.
+"""What happens to an image: parameters drawn for a batch, kernels for the CPU and any device.
 
 Ops are named, ordered and parametrised as in torchvision.transforms.v2; a Pipeline runs them.
 
-A picture that packing squeezed (fit="stretch") counts in its true proportions at its stored
+An image that packing squeezed (fit="stretch") counts in its true proportions at its stored
 resolution: 375x500 stored as 256x256 counts as 256x341, what torchvision's Resize(256) would have
 made of the source. So RandomCrop(224) or CenterCrop(224) mean there what they mean after
-Resize(256), and no op ever shows a squeezed picture; only without any op that crops or resizes does
-the stored picture come as it is.
+Resize(256), and no op ever shows a squeezed image; only without any op that crops or resizes does
+the stored image come as it is.
 
 The CPU and a device make the same of the same pixels, up to rounding: max 2, mean 0.5 of 255 for
 every crop and every other change of its own. Changes of color in a row multiply what rounding left:

@@ -116,7 +116,7 @@ class AffineStage:
         return size
 
     def draw(self, draws: Draws, view: int, shapes: Shapes) -> tuple[Rows, Shapes]:
-        """Return maps as torchvision draws them, in the unsqueezed picture's proportions."""
+        """Return maps as torchvision draws them, in the unsqueezed image's proportions."""
         low, high = self.op.ranges.T
         drawn = low + (high - low) * draws.uniform(stream(self._position, view), _UNIFORMS)
         boxed = (shapes.boxes[:, 2:] != shapes.actual).any(axis=1, keepdims=True)
@@ -143,12 +143,10 @@ class AffineStage:
         border = (fill * 3)[:3]
         made = Scratch()
 
-        def step(i: int, picture: Image, out: Image | None) -> Image:
-            height, width = picture.shape[:2]
-            image = made(*picture.shape) if out is None else out
-            cv2.warpAffine(
-                picture, maps[i], (width, height), image, flags, cv2.BORDER_CONSTANT, border
-            )
+        def step(i: int, src: Image, out: Image | None) -> Image:
+            height, width = src.shape[:2]
+            image = made(*src.shape) if out is None else out
+            cv2.warpAffine(src, maps[i], (width, height), image, flags, cv2.BORDER_CONSTANT, border)
             return image
 
         return step
@@ -189,7 +187,7 @@ def _inverse(angle: Floats, shift: Floats, scale: Floats, shear: Floats, center:
 
 
 def _in_pixels(matrix: Floats, squeeze: Floats) -> Floats:
-    """Return (B, 6) maps between pixel centres of pictures squeezed by (x, y) factors (B, 2)."""
+    """Return (B, 6) maps between pixel centres of images squeezed by (x, y) factors (B, 2)."""
     turn = matrix[:, :, :2] * squeeze[:, :, None] / squeeze[:, None, :]
     offset = matrix[:, :, 2] * squeeze + turn.sum(axis=2) * 0.5 - 0.5
     return np.concatenate([turn, offset[:, :, None]], axis=2).reshape(-1, 6)

@@ -1,4 +1,4 @@
-"""Crop, resize and flip on the CPU: straight from the picture given into the row of a batch."""
+"""Crop, resize and flip on the CPU: straight from the image given into the row of a batch."""
 
 import math
 from collections.abc import Sequence

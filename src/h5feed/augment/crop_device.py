@@ -52,7 +52,7 @@ def crop_batch(
     """Return float (B, C, *size) of 0..255, unrounded, from float images (B, C, h, w).
 
     rows: float32 (B, 12) crop parameters on the device, see frame.COLUMNS. fill: the color
-    around the picture, one number or C. The products have the type of `images`.
+    around the image, one number or C. The products have the type of `images`.
     """
     batch, channels, height, width = images.shape
     y, x, h, w, rh, rw, py, px, _, _, flip, antialias = rows[:, :, None, None].unbind(1)

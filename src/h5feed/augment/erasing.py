@@ -112,14 +112,14 @@ class ErasingStage:
         listed = rows.astype(np.int64).tolist()
         color = self._bits(np.array(self._color))
 
-        def step(i: int, picture: Image, out: Image | None) -> Image:
+        def step(i: int, src: Image, out: Image | None) -> Image:
             top, left, h, w, seed = listed[i]
             if h and w:
                 paint = color
                 if not self._color:
-                    paint = self._bits(normal_block(seed, picture.shape, top, left, h, w))
-                picture[top : top + h, left : left + w] = paint
-            return picture
+                    paint = self._bits(normal_block(seed, src.shape, top, left, h, w))
+                src[top : top + h, left : left + w] = paint
+            return src
 
         return step
 

@@ -23,7 +23,7 @@ at 2.5 29 dB.
 COLUMNS: Final = ("y", "x", "h", "w", "rh", "rw", "py", "px", "oh", "ow", "flip", "antialias")
 """Columns of a crop's parameters, int32 (B, 12), all in pixels.
 
-y, x, h, w: the box read from the picture given. rh, rw: the size it is resized to. py, px: where
+y, x, h, w: the box read from the image given. rh, rw: the size it is resized to. py, px: where
 the resized box lies in the output (negative: it sticks out; positive: fill before it). oh, ow:
 the output. flip, of the output: 1 left-right, 2 upside-down, 3 both. antialias: 0 or 1.
 """
@@ -31,25 +31,25 @@ the output. flip, of the output: 1 left-right, 2 upside-down, 3 both. antialias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """How large the pictures of a batch are between two stages, all int64, in pixels."""
+    """How large the images of a batch are between two stages, all int64, in pixels."""
 
     actual: Ints
     """(B, 2) height, width in memory."""
     boxes: Ints
-    """(B, 4) top, left, height, width of the picture in memory: less than all of a letterbox."""
+    """(B, 4) top, left, height, width of the image in memory: less than all of a letterbox."""
     true: Ints
     """(B, 2) height, width of that box unsqueezed; crops are drawn in these."""
 
     @classmethod
     def stored(cls, stored: Ints, source: Ints, boxes: Ints | None) -> "Shapes":
-        """Pictures as a file holds them: stored and source sizes (B, 2), letterbox boxes (B, 4)."""
+        """Images as a file holds them: stored and source sizes (B, 2), letterbox boxes (B, 4)."""
         actual, source = stored.astype(np.int64), source.astype(np.int64)
         inside = _all_of(actual) if boxes is None else boxes.astype(np.int64)
         return cls(actual=actual, boxes=inside, true=_true_sizes(inside[:, 2:], source))
 
     @classmethod
     def whole(cls, sizes: Ints) -> "Shapes":
-        """Pictures in their own proportions that fill their memory."""
+        """Images in their own proportions that fill their memory."""
         return cls(actual=sizes, boxes=_all_of(sizes), true=sizes)
 
 
@@ -60,11 +60,11 @@ def _all_of(sizes: Ints) -> Ints:
 
 
 def _true_sizes(stored: Ints, source: Ints) -> Ints:
-    """Return int64 (B, 2): the size each picture has at its stored resolution, unsqueezed.
+    """Return int64 (B, 2): the size each image has at its stored resolution, unsqueezed.
 
     The source's proportions, scaled so that nothing stored is lost: a 375x500 photo stored as
     256x256 counts as 256x341, as torchvision's Resize(256) would have made it. Within one pixel
-    of the stored size it is the stored size: a picture in its own proportions stays itself.
+    of the stored size it is the stored size: an image in its own proportions stays itself.
     """
     if np.array_equal(stored, source):
         return stored
@@ -76,9 +76,9 @@ def _true_sizes(stored: Ints, source: Ints) -> Ints:
 
 
 class Frame:
-    """Where each picture of a batch is, as seen by the next op.
+    """Where each image of a batch is, as seen by the next op.
 
-    A box `base` (B, 4) of the picture given is seen as if resized to `space` (B, 2), and of that
+    A box `base` (B, 4) of the image given is seen as if resized to `space` (B, 2), and of that
     the `window` (B, 4: top, left, height, width) is the image so far; `flip_x`, `flip_y` (B)
     apply last.
     """
@@ -90,7 +90,7 @@ class Frame:
         self.window = _all_of(self.space)
         self.flip_x = np.zeros(len(self.base), bool)
         self.flip_y = np.zeros(len(self.base), bool)
-        self.sized = False  # an op has asked for a size; until then the picture's own is right
+        self.sized = False  # an op has asked for a size; until then the image's own is right
         self.resized = False  # `space` is what a resize op asked for, to be followed exactly
         self._cut = False  # the window is not all of `space`
 
@@ -136,7 +136,7 @@ class Frame:
     def finish(self, antialias: Antialias) -> NDArray[np.int32]:
         """Return the parameters of the one resize that does it all: int32 (B, 12), see COLUMNS."""
         out = np.zeros((len(self.base), len(COLUMNS)), np.int32)
-        if not self.sized:  # the picture as it is in memory, squeezed or letterboxed
+        if not self.sized:  # the image as it is in memory, squeezed or letterboxed
             out[:, 2:4] = out[:, 4:6] = out[:, 8:10] = self._before.actual
         elif not self._cut:
             out[:, :4] = self.base
@@ -164,7 +164,7 @@ class Frame:
             out[whole, 6:8] = -low[whole]
 
     def shapes(self) -> Shapes:
-        """Return what the pictures are afterwards."""
+        """Return what the images are afterwards."""
         if self.sized:
             return Shapes.whole(self.window[:, 2:])
         before, boxes = self._before, self._before.boxes.copy()
@@ -180,7 +180,7 @@ class Frame:
         return np.asarray(scaled & cut)
 
     def _boxes(self, low: Ints, high: Ints) -> Ints:
-        """Map corners in `space` to whole-pixel boxes of the picture given, int64 (B, 4)."""
+        """Map corners in `space` to whole-pixel boxes of the image given, int64 (B, 4)."""
         extent = self.base[:, 2:]
         if np.array_equal(extent, self.space):
             return np.concatenate([self.base[:, :2] + low, high - low], axis=1)

@@ -87,9 +87,9 @@ class GrayStage:
         """Return the step from (H, W, 3) to (H, W, 1)."""
         made = Scratch()
 
-        def step(i: int, picture: Image, out: Image | None) -> Image:
-            image = made(picture.shape[0], picture.shape[1], 1) if out is None else out
-            image[..., 0] = to_gray(picture)
+        def step(i: int, src: Image, out: Image | None) -> Image:
+            image = made(src.shape[0], src.shape[1], 1) if out is None else out
+            image[..., 0] = to_gray(src)
             return image
 
         return step

@@ -1,4 +1,4 @@
-"""NV12 pictures (store=yuv420) to RGB: the part that a crop reads, or a whole batch on a device.
+"""NV12 images (store=yuv420) to RGB: the part that a crop reads, or a whole batch on a device.
 
 Converting first and resizing the RGB pixels is faster than resizing luma and chroma apart and
 converting the result (RandomResizedCrop 224 of 256x256: 65 against 86 us; raw RGB 55), and lets
@@ -19,17 +19,17 @@ _STRIDE: Final = 64
 row to scalar code, 80 us for 190 columns where 192 take 10."""
 
 
-def nv12_box(picture: Image, y: int, x: int, h: int, w: int, scratch: Scratch) -> Image:
-    """Return RGB (h, w, 3) of a box of an NV12 picture (H*3//2, W), a view of `scratch`."""
-    lines, width = picture.shape
+def nv12_box(image: Image, y: int, x: int, h: int, w: int, scratch: Scratch) -> Image:
+    """Return RGB (h, w, 3) of a box of an NV12 image (H*3//2, W), a view of `scratch`."""
+    lines, width = image.shape
     height = lines * 2 // 3
     top, bottom, left = y & -2, (y + h + 1) & -2, x & -2
     right = left + ((x + w - left + _STRIDE - 1) & -_STRIDE)
     if right > width:
         left, right = max(width - right + left, 0), width
-    luma = picture[top:bottom, left:right]
-    chroma = picture[height + top // 2 : height + bottom // 2, left:right]
-    # one shape for all pictures of one size: the scratch memory then has its array at hand
+    luma = image[top:bottom, left:right]
+    chroma = image[height + top // 2 : height + bottom // 2, left:right]
+    # one shape for all images of one size: the scratch memory then has its array at hand
     rgb = scratch(height, width, 3)[: bottom - top, : right - left]
     cv2.cvtColorTwoPlane(
         luma, chroma.reshape((bottom - top) // 2, -1, 2), cv2.COLOR_YUV2RGB_NV12, rgb

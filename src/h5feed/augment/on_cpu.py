@@ -17,9 +17,9 @@ _TOGETHER = 16  # small images converted to floats by one call; their bytes stay
 
 
 class Kernel(Protocol):
-    """Makes image i of a chunk from its picture, of which a part from (top, left) on may do."""
+    """Makes image i of a chunk from what is stored of it, or the part from (top, left) on."""
 
-    def __call__(self, i: int, picture: Image, out: Image, top: int = 0, left: int = 0) -> None:
+    def __call__(self, i: int, src: Image, out: Image, top: int = 0, left: int = 0) -> None:
         """Write into `out` (H, W, C), a row of a batch slot."""
         ...
 
@@ -41,8 +41,8 @@ def kernel(plan: Plan, rows: Sequence[Rows]) -> Kernel:
     if to_float is not None:
         direct = -1  # the bytes go to scratch memory, the floats to the row
 
-    def make(i: int, picture: Image, out: Image, top: int = 0, left: int = 0) -> None:
-        image = first(i, picture, None if direct else out, top, left)
+    def make(i: int, src: Image, out: Image, top: int = 0, left: int = 0) -> None:
+        image = first(i, src, None if direct else out, top, left)
         for k, step in enumerate(on_bytes, 1):
             image = step(i, image, out if k == direct else None)
         if to_float is not None:
@@ -54,7 +54,7 @@ def kernel(plan: Plan, rows: Sequence[Rows]) -> Kernel:
 
 
 def run_fixed(plan: Plan, rows: Sequence[Rows], field: Image, indices: Ints, out: Image) -> None:
-    """Make images of pictures `indices` (n) of a raw field (N, H, W, C) into `out` (n, H, W, C)."""
+    """Make images `indices` (n) of a raw field (N, H, W, C) into `out` (n, H, W, C)."""
     height, width = field.shape[1:3]
     small = field[0].nbytes <= SMALL and not any(stage.resamples for stage in plan.stages[1:])
     if not small or plan.first.nv12 or not are_windows(rows[0], height, width):
@@ -87,7 +87,7 @@ def run_masks(plan: Plan, rows: Sequence[Rows], masks: Sequence[Image], out: Ima
     """Make masks (h, w, 1) into `out` (n, H, W, 1)."""
     made = [stage.mask(part) for stage, part in zip([*plan.stages, *plan.after], rows, strict=True)]
     steps = [step for step in made if step is not None]
-    for i, picture in enumerate(masks):
-        mask = picture[..., 0]
+    for i, src in enumerate(masks):
+        mask = src[..., 0]
         for step in steps:
             mask = step(i, mask, out[i, ..., 0] if step is steps[-1] else None)

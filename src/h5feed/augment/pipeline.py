@@ -29,8 +29,8 @@ class Pipeline:
     """Ops in their order.
 
     antialias: True is torchvision's antialiased bilinear, False plain bilinear, "auto" antialiases
-    an image whose crop shrinks by more than frame.AUTO_FACTOR. views: how many differently drawn
-    images each picture gives. `bind` first, then `draw` per batch, then a kernel.
+    an image whose crop shrinks by more than frame.AUTO_FACTOR. views: how many
+    differently drawn outputs each image gives. `bind` first, then `draw` per batch, then a kernel.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Pipeline:
         encoding: str = "raw",
         num_classes: int | None = None,
     ) -> tuple[int, int]:
-        """Return the (height, width) of every output image, for pictures stored in one size or not.
+        """Return the (height, width) of every output image, for images stored in one size or not.
 
-        encoding: what the pictures given will be, "raw" for RGB or "yuv420" for NV12. num_classes:
+        encoding: what the images given will be, "raw" for RGB or "yuv420" for NV12. num_classes:
         of labels that are class numbers, for Mixup and CutMix. Raises UsageError where the
         ops would leave images of several sizes.
         """
@@ -151,7 +151,7 @@ class Pipeline:
         return tuple(made), ragged
 
     def source_rows(self, params: Params) -> NDArray[np.int64]:
-        """Return int64 (B, 4): top, left, height, width of what all views read of each picture."""
+        """Return int64 (B, 4): top, left, height, width of what all views read of each image."""
         boxes = np.stack([view[0][:, :4] for view in params.views]).astype(np.int64)
         low = boxes[:, :, :2].min(axis=0)
         high = (boxes[:, :, :2] + boxes[:, :, 2:]).max(axis=0)
@@ -160,7 +160,7 @@ class Pipeline:
     def kernel(self, params: Params, k0: int, count: int, *, view: int = 0) -> Kernel:
         """Return the function that makes images k0 … k0+count-1 of a batch, for one thread.
 
-        Unlike `run_cpu` it can do with a part of a picture, of no less than `source_rows`.
+        Unlike `run_cpu` it can do with a part of an image, of no less than `source_rows`.
         """
         return kernel(self._plan, self._rows(params, k0, count, view))
 
@@ -168,15 +168,15 @@ class Pipeline:
         return [rows[k0 : k0 + count] for rows in params.views[view]]
 
     def run_cpu(
-        self, params: Params, k0: int, pictures: Sequence[Image], out: Image, *, view: int = 0
+        self, params: Params, k0: int, images: Sequence[Image], out: Image, *, view: int = 0
     ) -> None:
-        """Write images k0, k0+1, … of a batch, made from `pictures`, into `out` (n, H, W, C).
+        """Write images k0, k0+1, … of a batch, made from `images`, into `out` (n, H, W, C).
 
-        pictures[i]: uint8 (h, w, 3), or NV12 (h*3//2, w) where bound so. Thread-safe.
+        images[i]: uint8 (h, w, 3), or NV12 (h*3//2, w) where bound so. Thread-safe.
         """
-        make = self.kernel(params, k0, len(pictures), view=view)
-        for i, picture in enumerate(pictures):
-            make(i, picture, out[i])
+        make = self.kernel(params, k0, len(images), view=view)
+        for i, image in enumerate(images):
+            make(i, image, out[i])
 
     def run_fixed(
         self,
@@ -191,7 +191,7 @@ class Pipeline:
         """Write images k0, k0+1, … of a batch, made from `field[indices]`, into `out` (n, H, W, C).
 
         field: a whole field of one size, uint8 (N, h, w, 3), or NV12 (N, h*3//2, w) where bound
-        so. As `run_cpu`, but many times faster for small pictures. Thread-safe.
+        so. As `run_cpu`, but many times faster for small images. Thread-safe.
         """
         rows = self._rows(params, k0, len(indices), view)
         run_fixed(self._plan, rows, field, indices, out)

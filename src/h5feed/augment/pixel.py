@@ -57,9 +57,9 @@ class PixelStage:
         """Return the step that changes image i in place."""
         listed = rows.tolist()
 
-        def step(i: int, picture: Image, out: Image | None) -> Image:
-            self.op.on_cpu(listed[i], picture)
-            return picture
+        def step(i: int, src: Image, out: Image | None) -> Image:
+            self.op.on_cpu(listed[i], src)
+            return src
 
         return step
 

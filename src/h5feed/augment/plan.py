@@ -24,7 +24,7 @@ class Plan:
 
     def __init__(self, ops: Sequence[Op], antialias: Antialias) -> None:
         self._antialias: Antialias = antialias
-        self.first = CropStage(antialias)  # always there, for it takes the stored pictures
+        self.first = CropStage(antialias)  # always there, for it takes the stored images
         self.stages: list[Stage] = [self.first]
         self.floats: FloatStage | None = None
         self.after: list[Stage] = []

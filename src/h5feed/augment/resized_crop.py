@@ -21,7 +21,7 @@ class RandomResizedCrop(AxisOp):
     size: int | tuple[int, int]
     """Output size: a number, or (height, width)."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest share of the picture's area."""
+    """Smallest and largest share of the image's area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Smallest and largest width / height; drawn evenly in its logarithm."""
     interpolation: Literal["bilinear"] = "bilinear"

@@ -19,10 +19,10 @@ Rows = NDArray[Any]
 """A stage's parameters: one row per image."""
 
 Step = Callable[[int, Image, Image | None], Image]
-"""(i, picture, out) -> image i of a chunk changed.
+"""(i, image, out) -> image i of a chunk changed.
 
 A resampling step writes into `out` where it is given, else into memory of its own that the next
-call reuses; another changes `picture` in place and returns it.
+call reuses; another changes `image` in place and returns it.
 """
 
 
@@ -37,11 +37,9 @@ def kernel_dtype(device: torch.device) -> torch.dtype:
 
 
 class FirstStep(Protocol):
-    """A step that also takes a picture of which only a part is given, from (top, left) on."""
+    """A step that also takes an image of which only a part is given, from (top, left) on."""
 
-    def __call__(
-        self, i: int, picture: Image, out: Image | None, top: int = 0, left: int = 0
-    ) -> Image:
+    def __call__(self, i: int, src: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
         """Return image i of a chunk."""
         ...
 
@@ -59,7 +57,7 @@ class Stage(Protocol):
         ...
 
     def draw(self, draws: Draws, view: int, shapes: Shapes) -> tuple[Rows, Shapes]:
-        """Return the parameters (B, columns) of a batch, and what its pictures become."""
+        """Return the parameters (B, columns) of a batch, and what its images become."""
         ...
 
     def cpu(self, rows: Rows) -> Step:
@@ -129,11 +127,11 @@ class CropStage:
         listed, fill, nv12 = rows.tolist(), self.fill, self.nv12
         made, rgb = Scratch(), Scratch()
 
-        def step(i: int, picture: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
+        def step(i: int, src: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
             row = listed[i]
             y, x, h, w = row[:4]
             y, x = y - top, x - left
-            box = nv12_box(picture, y, x, h, w, rgb) if nv12 else picture[y : y + h, x : x + w]
+            box = nv12_box(src, y, x, h, w, rgb) if nv12 else src[y : y + h, x : x + w]
             image = made(row[8], row[9], box.shape[2]) if out is None else out
             crop_image(row, box, image, fill)
             return image
@@ -144,11 +142,11 @@ class CropStage:
         """Return the step that crops mask i of the chunk."""
         listed, made, fill = rows.tolist(), Scratch(), self.mask_fill
 
-        def step(i: int, picture: Image, out: Image | None) -> Image:
+        def step(i: int, src: Image, out: Image | None) -> Image:
             row = listed[i]
             y, x, h, w = row[:4]
             image = made(row[8], row[9]) if out is None else out
-            crop_mask(row, picture[y : y + h, x : x + w], image, fill)
+            crop_mask(row, src[y : y + h, x : x + w], image, fill)
             return image
 
         return step

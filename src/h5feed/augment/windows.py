@@ -1,4 +1,4 @@
-"""Crops of small pictures without a resize, a whole chunk at a time.
+"""Crops of small images without a resize, a whole chunk at a time.
 
 At 32x32 an image is 3 kB of copying, and a Python call for each costs more than that. So
 a chunk is gathered, mirrored by one cv2 call, laid into a padded block, and all rows of all windows
@@ -19,15 +19,15 @@ from h5feed.augment.ops import Ints
 __all__ = ["SMALL", "are_windows", "copy_windows"]
 
 SMALL: Final = 16 << 10
-"""Bytes of a picture up to which this is faster than a loop over images."""
+"""Bytes of an image up to which this is faster than a loop over images."""
 
 _LOCAL = threading.local()
 
 
 def are_windows(rows: NDArray[np.int32], height: int, width: int) -> bool:
-    """Whether rows (n, 12) of crop parameters only cut windows out of pictures of one size.
+    """Whether rows (n, 12) of crop parameters only cut windows out of images of one size.
 
-    A window may reach outside its picture, but must show all of the picture that lies in it.
+    A window may reach outside its image, but must show all of the image that lies in it.
     """
     y, x, h, w, rh, rw, py, px, oh, ow = rows[:, :10].T
     top, left = y - py, x - px
@@ -40,7 +40,7 @@ def are_windows(rows: NDArray[np.int32], height: int, width: int) -> bool:
 def copy_windows(
     rows: NDArray[np.int32], field: Image, indices: Ints, out: Image, fill: tuple[float, ...]
 ) -> None:
-    """Write windows of pictures `indices` (n) of a field (N, H, W, C) into `out` (n, oh, ow, C).
+    """Write windows of images `indices` (n) of a field (N, H, W, C) into `out` (n, oh, ow, C).
 
     The rows (n, 12) are such that `are_windows`. Thread-safe.
     """
@@ -65,8 +65,8 @@ def copy_windows(
 
     place = np.empty(count, np.int64)
     place[order] = np.arange(count)
-    picture, line, pixel = block.strides[:3]
-    starts = place * picture + (top + above) * line + (left + before) * pixel
+    image, line, pixel = block.strides[:3]
+    starts = place * image + (top + above) * line + (left + before) * pixel
     down = np.arange(oh) * line
     lines = np.where(upside_down[:, None], down[::-1], down) if upside_down.any() else down
     kind = np.dtype((np.void, ow * channels))
@@ -75,17 +75,17 @@ def copy_windows(
 
 
 def _blocks(
-    count: int, picture: tuple[int, ...], around: tuple[int, ...], fill: tuple[float, ...]
+    count: int, image: tuple[int, ...], around: tuple[int, ...], fill: tuple[float, ...]
 ) -> tuple[Image, Image]:
-    """Return this thread's memory for pictures gathered, and for them with `fill` around them."""
-    key = (picture, around, fill)
+    """Return this thread's memory for images gathered, and for them with `fill` around them."""
+    key = (image, around, fill)
     held = getattr(_LOCAL, "blocks", None)
     if held is None or held[0] != key or len(held[1]) < count:
-        height, width, channels = picture
+        height, width, channels = image
         above, below, before, behind = around
         gathered = np.empty((count, height * width * channels), np.uint8)
         shape = (count, height + above + below, width + before + behind, channels)
         block = np.empty(shape, np.uint8)
-        block[...] = fill  # its borders keep it, the pictures change
+        block[...] = fill  # its borders keep it, the images change
         held = _LOCAL.blocks = (key, gathered, block)
     return held[1][:count], held[2][:count]
