@@ -182,6 +182,27 @@ def test_ctrl_c_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
     assert losses(tmp_path)[-1][:2] == ("val", 8)
 
 
+def test_sigterm_saves_and_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
+    import h5feed.train.loop as loop
+
+    assert main(arguments(paths, tmp_path / "whole", "--no-plot", "--log-every", "3")) == 0
+    plain = loop.report
+
+    def terminated(run, epoch):
+        plain(run, epoch)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "report", terminated)
+    assert main(arguments(paths, tmp_path / "cut", "--no-plot", "--log-every", "3")) == 143
+    resume = f"--config {tmp_path / 'cut' / 'config.json'} --resume"
+    said = f"train-h5: terminated and saved; go on with train-h5 {resume}\n"
+    assert capsys.readouterr().err.endswith(said)
+    monkeypatch.setattr(loop, "report", plain)
+    assert losses(tmp_path / "cut")[-1][:2] == ("train", 3)
+    assert main(resume.split()) == 0
+    assert losses(tmp_path / "cut")[-1] == losses(tmp_path / "whole")[-1]
+
+
 def test_killed_at_any_moment_it_resumes_to_the_same_losses(paths, tmp_path):
     more = ["--epochs", "6", "--save-every", "3", "--log-every", "1", "--no-plot"]
     assert main(arguments(paths, tmp_path / "whole", *more)) == 0

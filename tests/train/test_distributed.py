@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from h5feed.train.distributed import (
 from h5feed.train.log import read_metrics
 from h5feed.train.setup import build_step
 from h5feed.train.tasks import make_task
-from train.helpers import make_config, make_data, make_pictures, tiny
+from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -141,6 +142,40 @@ def test_an_interrupt_of_the_parent_alone_ends_the_others(tmp_path):
     for pid in pids():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def train_until_terminated(config):
+    """Rank 0 sends SIGTERM, to the parent alone, when it makes its tenth batch."""
+    torch.set_num_threads(1)
+    rank, made = int(os.environ["RANK"]), []
+    data = make_data(config, world=(rank, 2))
+
+    class Ending(MemoryLoader):
+        def __iter__(self):
+            for batch in super().__iter__():
+                made.append(1)
+                if len(made) == 10 and rank == 0:
+                    os.kill(os.getppid(), signal.SIGTERM)
+                yield batch
+
+    def make(side):
+        loader = data.train_loader(side)
+        loader.__class__ = Ending
+        return loader
+
+    train(config, replace(data, train_loader=make))
+
+
+def test_sigterm_to_the_parent_alone_saves_one_run(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    config = make_config(tmp_path, epochs=10_000, log_every=2)
+    with pytest.raises(SystemExit, match="143"):
+        start(train_until_terminated, config, 2)
+    assert signal.getsignal(signal.SIGTERM) == before
+    state = load_checkpoint(tmp_path / "last.pt")
+    assert state["progress"]["step"] >= 10
+    assert state["progress"]["step"] % 2 == 0
+    assert len(state["random"]["ranks"]) == 2
 
 
 def test_torchrun_starts_the_same_run(tmp_path):

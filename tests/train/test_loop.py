@@ -1,6 +1,8 @@
 import json
 import math
 import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -156,6 +158,92 @@ def test_resume_in_mid_epoch_gives_the_losses_of_the_uninterrupted_run(tmp_path,
     assert losses(tmp_path / "cut", "val") == losses(tmp_path / "whole", "val")
     expected = weights(tmp_path / "whole")
     assert all(torch.equal(value, expected[k]) for k, value in weights(tmp_path / "cut").items())
+
+
+def signalled(batches, numbers, *, at):
+    """The same batches; each of the signals is sent before the one that is counted `at`."""
+
+    class Signalling:
+        left = at
+
+        def __iter__(self):
+            for batch in batches:
+                self.left -= 1
+                if self.left == 0:
+                    for number in numbers:
+                        os.kill(os.getpid(), number)
+                yield batch
+
+        def __getattr__(self, name):
+            return getattr(batches, name)
+
+        def __len__(self):
+            return len(batches)
+
+    return Signalling()
+
+
+@pytest.mark.parametrize(
+    ("where", "at", "saved"),
+    [("train", 3, (3, 0)), ("train", 4, (4, 0)), ("val", 3, (4, 0)), ("val", 11, (8, 1))],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_save_and_lose_nothing(tmp_path, capfd, where, at, saved, number):
+    """Within an epoch, at its last step, and while it is scored (eight batches)."""
+    options = {"model": f"{__name__}:Noisy", "epochs": 3}
+    run(tmp_path / "whole", **options)
+    config = make_config(tmp_path / "cut", **options)
+    data = make_data(config)
+    if where == "val":
+        cut = replace(data, val_loader=signalled(data.val_loader, [number], at=at))
+    else:
+        cut = replace(
+            data, train_loader=lambda side: signalled(data.train_loader(side), [number], at=at)
+        )
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        train(config, cut)
+    assert isinstance(caught.value, SystemExit) == (number == signal.SIGTERM)
+    assert caught.value.args == ((143,) if number == signal.SIGTERM else ())
+    assert "saving after this step, then ending; once more ends at once" in capfd.readouterr().err
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    progress = load_checkpoint(tmp_path / "cut" / "last.pt")["progress"]
+    assert (progress["step"], progress["epoch"]) == saved
+    train(replace(config, resume=True), data)
+    for kind in ("train", "val"):
+        assert losses(tmp_path / "cut", kind) == losses(tmp_path / "whole", kind)
+
+
+def test_sigusr1_saves_and_goes_on(tmp_path):
+    config = make_config(tmp_path, keep_last=9)
+    data, number = make_data(config), signal.SIGUSR1
+    summary = train(
+        config,
+        replace(data, train_loader=lambda side: signalled(data.train_loader(side), [number], at=6)),
+    )
+    assert summary.steps == 8
+    kept = [path.name for path in sorted(tmp_path.glob("step-*"))]
+    assert kept == ["step-00000004.pt", "step-00000006.pt", "step-00000008.pt"]
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    config = make_config(tmp_path)
+    data, numbers = make_data(config), [signal.SIGINT, signal.SIGINT]
+    loader = signalled(data.train_loader(data.size), numbers, at=3)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(config, replace(data, train_loader=lambda side: loader))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not (tmp_path / "last.pt").exists()
+
+
+def test_in_another_thread_signals_are_left_alone(tmp_path):
+    config, before = make_config(tmp_path, epochs=1), signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, config, make_data(config)).result().steps == 4
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_resume_through_a_stock_loader_draws_the_same_dropout(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from h5feed.printable import say
 from h5feed.train import Summary, train
 from h5feed.train.distributed import is_main_process
 from h5feed.train.log import LAST
+from h5feed.train.saver import Terminated
 
 __all__ = ["main"]
 
@@ -21,6 +22,9 @@ _TOOLS = {"ablate": "ablate", "find-lr": "find_lr", "find-batch": "find_batch"}
 @dataclass(frozen=True, kw_only=True)
 class _Command(RunOptions):
     """Train on a packed file, every known speed-up a switch.
+
+    SIGUSR1 saves at once; Ctrl-C and SIGTERM save and end, and --resume goes on from there (with
+    several processes at the next --log-every).
 
     Several GPUs: --gpus N, or torchrun --nproc-per-node N -m h5feed.cli.train TRAIN ...
 
@@ -41,17 +45,22 @@ def main(args: Sequence[str] | None = None) -> int:
     return run_training_command(_Command, _train, prog="train-h5", args=given)
 
 
-def _train(command: _Command) -> None:
+def _train(command: _Command) -> int | None:
     out = command.run.out
+    resume = f"go on with train-h5 --config {out / 'config.json'} --resume"
     try:
         summary = train(command.run)
     except KeyboardInterrupt as ex:
         if not (out / LAST).exists():
             raise
-        resume = f"train-h5 --config {out / 'config.json'} --resume"
-        raise KeyboardInterrupt(f"interrupted; go on with {resume}") from ex
+        raise KeyboardInterrupt(f"interrupted; {resume}") from ex
+    except Terminated as ex:
+        if is_main_process():
+            say(f"train-h5: terminated and saved; {resume}", sys.stderr)
+        return int(ex.code or 0)
     if is_main_process():
         say(json.dumps(asdict(summary), default=str) if command.json else _in_words(summary))
+    return None
 
 
 def _in_words(summary: Summary) -> str:

@@ -7,9 +7,10 @@ exchanges gradients while it computes them; DataParallel copies the model at eve
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -57,6 +58,14 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def highest(self, value: int) -> int:
+        """Return the highest `value` of all processes; waits for the device."""
+        if self.size == 1:
+            return value
+        values = torch.tensor(value, device=self.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return int(values)
 
     def align(self, net: nn.Module) -> None:
         """Give all processes the main one's buffers: each has batch statistics of its own."""
@@ -172,7 +181,8 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 def start(function: Callable[[Any], Result], config: Any, processes: int) -> Result:
     """Run `function(config)` in `processes` new processes that form a world.
 
-    Returns what rank 0 returns; raises the first H5FeedError that any of them raises.
+    Returns what rank 0 returns; raises the first H5FeedError that any of them raises, or the
+    KeyboardInterrupt or SystemExit of rank 0. Signals to this process alone reach them, too.
     """
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     started = start_processes(  # type: ignore[no-untyped-call]
@@ -183,8 +193,9 @@ def start(function: Callable[[Any], Result], config: Any, processes: int) -> Res
         start_method="spawn",
     )
     try:
-        while not started.join():
-            pass
+        with _passed_on(started.processes):
+            while not started.join():
+                pass
     except ProcessExitedException:
         if results.empty():
             raise
@@ -192,7 +203,36 @@ def start(function: Callable[[Any], Result], config: Any, processes: int) -> Res
     except BaseException:  # a signal to this process alone must not leave the others training
         _end(started.processes)
         raise
-    return results.get()  # type: ignore[no-any-return]
+    result = results.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _passed_on(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Send signals on to `processes`, which decide what becomes of them.
+
+    A second Ctrl-C or SIGTERM does here what it would have done without this.
+    """
+    before: dict[int, Any] = {}
+
+    def pass_on(number: int, _: object) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, number)
+        if number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, before[number])
+
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+            if (number := getattr(signal, name, None)) is not None:
+                before[number] = signal.signal(number, pass_on) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
@@ -219,11 +259,15 @@ def _process(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    if os.name == "posix":
+        os.setpgrp()  # a terminal's Ctrl-C reaches them once, through the process that started them
     try:
-        result = function(config)
+        result: Any = function(config)
     except H5FeedError as ex:
         results.put(ex)
         raise SystemExit(1) from ex
+    except (KeyboardInterrupt, SystemExit) as ex:
+        result = ex
     if rank == 0:
         results.put(result)
 

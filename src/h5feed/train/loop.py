@@ -13,7 +13,7 @@ from h5feed.train.evaluate import evaluate
 from h5feed.train.log import check_folder
 from h5feed.train.precision import backends, choose_precision
 from h5feed.train.recorder import Summary
-from h5feed.train.saver import weights_are_finite
+from h5feed.train.saver import ScoringCut, weights_are_finite
 from h5feed.train.setup import Run, memory_errors_in_words, prepare
 from h5feed.train.sources import open_data
 
@@ -25,7 +25,9 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
 
     `data` takes the place of the files that `config` names. Writes config.json, metrics.jsonl,
     checkpoints and curves.png into `config.out`. Raises UsageError for what cannot be trained,
-    and LossError when the loss becomes NaN; the last good checkpoint is kept then.
+    and LossError when the loss becomes NaN; the last good checkpoint is kept then. Signals are
+    obeyed after the step they come in, or with several processes at the next --log-every: SIGUSR1
+    saves, Ctrl-C and SIGTERM save and raise KeyboardInterrupt or SystemExit(143).
     """
     if config.distributed.gpus > 1 and not under_torchrun():
         return start(train, config, config.distributed.gpus)
@@ -43,7 +45,7 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
             if config.debug.debug == "gradcheck":
                 batches = data.train_loader(data.size)
                 check_gradients(run.step.net, run.step.task, next(iter(batches)))
-            with run.recorder:
+            with run.recorder, run.signals:
                 run_epochs(run, after_step)
         if world.is_main and config.debug.plot:
             try:
@@ -65,17 +67,27 @@ def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
             loss, score = step(batches)  # forward, backward, optimizer; waits for nothing
             run.recorder.add(loss, score)
             after_step()
-            if is_due(config.debug.log_every, step.count):
+            if due := is_due(config.debug.log_every, step.count):
                 report(run, epoch)
-            if is_due(config.debug.save_every, step.count) and step.count < end:
+            asked = run.signals.agree(now=due or step.count == end)
+            if asked or (is_due(config.debug.save_every, step.count) and step.count < end):
                 save(run, epoch)
+                run.signals.obey()
         batches.close()
 
         report(run, epoch)
-        is_best = score_epoch(run, epoch)
+        try:
+            is_best = score_epoch(run, epoch)
+        except ScoringCut:
+            run.signals.agree(now=True)
+            save(run, epoch)
+            run.signals.obey()
+            raise  # never reached: what cuts the scoring ends the run
         if epoch + 1 < config.epochs:
             run.loaders.at(epoch + 1)  # what is saved now goes on with the next epoch
         save(run, epoch, best=is_best, done=True)
+        if run.signals.agree(now=True):
+            run.signals.obey()
 
 
 def is_due(every: int, step: int) -> bool:
@@ -97,7 +109,7 @@ def score_epoch(run: Run, epoch: int) -> bool:
         run.world.align(step.net)
         loss, metric = evaluate(
             for_scoring(step.net, speed.compile_backend, speed.compile),
-            run.data.val_loader,
+            run.signals.scoring(run.data.val_loader),
             step.task,
             run.world,
             step.autocast,

@@ -158,8 +158,10 @@ class Recorder:
         self.summary.val = {"loss": loss, self._task.metric: metric}
         self._log.write("val", step, epoch, self.summary.val)
         best = self.summary.best
+        trained = self.summary.train  # nothing where a resumed run begins with a scoring
+        loss_of_training = f"train loss {trained['loss']:.4f}, " if trained else ""
         self._progress.say(
-            f"epoch {epoch + 1} of {self._epochs}: train loss {self.summary.train['loss']:.4f}, "
+            f"epoch {epoch + 1} of {self._epochs}: {loss_of_training}"
             f"val loss {loss:.4f}, val {self._task.metric} {metric:.4f}"
         )
         self._resume_clock()

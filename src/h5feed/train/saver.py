@@ -1,11 +1,14 @@
-"""When a run is saved and from what it goes on."""
+"""When a run is saved, by itself or by a signal, and from what it goes on."""
 
 import os
 import shutil
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +27,9 @@ from h5feed.train.distributed import World
 from h5feed.train.limits import flag
 from h5feed.train.log import BEST, LAST, kept_checkpoints
 
-__all__ = ["Saver", "weights_are_finite"]
+__all__ = ["Saver", "ScoringCut", "Signals", "Terminated", "weights_are_finite"]
+
+Item = TypeVar("Item")
 
 _RECIPE = ("batch_size", "seed", "model", "loss", "recipe", "optim", "schedule")
 """What a resumed run must keep; epochs, loaders, devices and precision may change."""
@@ -109,3 +114,85 @@ def weights_are_finite(net: nn.Module) -> bool:
     """Whether no weight is NaN or infinite; waits for the device once."""
     finite = [weight.isfinite().all() for weight in net.state_dict().values()]
     return bool(torch.stack(finite).all())
+
+
+class Terminated(SystemExit):
+    """SIGTERM came, and the run is saved; ends the process as a shell has it: with 143."""
+
+
+class ScoringCut(Exception):
+    """Scoring was given up because the run is to be saved and ended."""
+
+
+_SAVE = getattr(signal, "SIGUSR1", None)
+_SIGNALS = (None, _SAVE, signal.SIGINT, signal.SIGTERM)
+"""By what they ask for: nothing, a checkpoint, one and the end, one and the end with 143."""
+_INTERRUPT, _TERMINATE = 2, 3
+
+
+class Signals:
+    """Ctrl-C, SIGTERM and SIGUSR1, kept until a step is done and the run can be saved.
+
+    A context manager: the handlers of before are back after the block, and for Ctrl-C and SIGTERM
+    already after the first, so that a second one ends the run at once. Outside of the main thread,
+    where Python has no handlers, nothing changes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._asked = self._agreed = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if number is None or signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # ignored in the background of a shell, for one
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in list(self._before):
+            self._give_back(number)
+
+    def agree(self, *, now: bool) -> bool:
+        """Whether the run is to be saved, in all processes alike.
+
+        Several processes ask each other only `now` and then: it waits for the device.
+        """
+        if self._world.size == 1:
+            self._agreed = self._asked
+        elif now:
+            self._agreed = self._world.highest(self._asked)
+        return self._agreed > 0
+
+    def obey(self) -> None:
+        """Go on, or raise KeyboardInterrupt or Terminated: the run is saved now."""
+        agreed, self._agreed = self._agreed, 0
+        if self._asked <= agreed:
+            self._asked = 0
+        if agreed == _INTERRUPT:
+            raise KeyboardInterrupt
+        if agreed == _TERMINATE:
+            raise Terminated(128 + signal.SIGTERM)
+
+    def scoring(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Yield from `batches`; a process alone raises ScoringCut when the run is to end."""
+        for batch in batches:
+            if self._world.size == 1 and self._asked >= _INTERRUPT:
+                raise ScoringCut
+            yield batch
+
+    def _note(self, number: int, _: object) -> None:
+        self._asked = max(self._asked, _SIGNALS.index(number))
+        if number == _SAVE:
+            return
+        self._give_back(number)
+        if self._world.is_main:
+            with suppress(OSError):  # written past Python's buffers, which may be in use
+                os.write(2, b"\nsaving after this step, then ending; once more ends at once\n")
+
+    def _give_back(self, number: int) -> None:
+        handler = self._before.pop(number, None)
+        if handler is not None:
+            signal.signal(number, handler)

@@ -27,7 +27,7 @@ from h5feed.train.optim import make_optimizer
 from h5feed.train.precision import make_autocast, make_scaler
 from h5feed.train.recompute import checkpoint_blocks
 from h5feed.train.recorder import Recorder
-from h5feed.train.saver import Saver
+from h5feed.train.saver import Saver, Signals
 from h5feed.train.schedule import go_to_step, make_schedule
 from h5feed.train.step import TrainStep
 from h5feed.train.surgery import drop_biases
@@ -46,6 +46,7 @@ class Run:
     loaders: EpochLoaders
     step: TrainStep
     saver: Saver
+    signals: Signals
     recorder: Recorder
     epoch: int
     """The one to begin with; all its steps may be done, and its scoring not."""
@@ -94,6 +95,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
         loaders=loaders,
         step=step,
         saver=saver,
+        signals=Signals(world),
         recorder=recorder,
         epoch=progress["epoch"],
         steps_per_epoch=steps_per_epoch,
