@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from h5feed.codec import encode_jpeg, rgb_to_nv12
+from h5feed.jpeg import encode_jpeg, rgb_to_nv12
 from images import jpeg_bytes, smooth
 from packed import image_spec, write_packed
 

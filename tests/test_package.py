@@ -105,7 +105,7 @@ def test_only_the_store_imports_h5py():
 
 
 def test_a_missing_library_is_one_sentence_that_names_the_extra():
-    from h5feed._optional import require
+    from h5feed.optional import require
 
     with pytest.raises(ImportError) as caught:
         require("no_such_library.part", "dali")

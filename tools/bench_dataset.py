@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from _torchvision import ImageFolder, v2
-from h5feed.cores import available_cores
 from h5feed.feed.collate import collate
 from h5feed.feed.dataloader import auto_workers, make_dataloader
 from h5feed.feed.dataset import H5Dataset
+from h5feed.system import available_cores
 
 AUGMENT = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
 AUGMENT_PIL = v2.Compose([v2.PILToTensor(), AUGMENT])

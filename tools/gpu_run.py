@@ -35,8 +35,8 @@ from h5feed.bench import machine
 from h5feed.bench.ablate import ablate
 from h5feed.bench.ablate_report import as_dict as ablation_dict
 from h5feed.bench.ablation import AblateOptions
-from h5feed.cores import available_cores
 from h5feed.store import read_index
+from h5feed.system import available_cores
 from h5feed.train.config import DataConfig, LossConfig, ModelConfig, SpeedConfig, TrainConfig
 
 __all__ = ["main"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from h5feed._optional import require
+from h5feed.optional import require
 
 __all__ = ["COLORS", "FAINT", "INK", "OTHERS", "OURS", "PALE", "Bar", "draw_bars", "picture"]
 

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from h5feed.printable import printable, say
+from h5feed.text import printable, say
 
 __all__ = ["Progress"]
 

@@ -23,7 +23,7 @@ from h5feed.augment import (
     pipeline,
 )
 from h5feed.augment.compiled_device import CompiledBatch
-from h5feed.codec import rgb_to_nv12
+from h5feed.jpeg import rgb_to_nv12
 from loaders import assert_same, by_index, write_kind
 
 CROP = (RandomResizedCrop(24), RandomHorizontalFlip())

@@ -14,7 +14,7 @@ from h5feed.augment import (
 )
 from h5feed.augment.crop_cpu import Scratch
 from h5feed.augment.nv12 import nv12_batch, nv12_box
-from h5feed.codec import nv12_to_rgb, rgb_to_nv12
+from h5feed.jpeg import nv12_to_rgb, rgb_to_nv12
 
 
 def make_stored(count, height, width):

@@ -22,9 +22,8 @@ import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.augment.crop_cpu import crop_image
-from h5feed.codec import encode_jpeg
 from h5feed.feed.fields import Augmented
-from h5feed.jpeg_header import read_header
+from h5feed.jpeg import encode_jpeg, read_header
 from h5feed.store.layout import Columns
 from h5feed.store.read import PackedFile
 from h5feed.store.write import finalize, head_bytes

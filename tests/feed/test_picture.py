@@ -8,12 +8,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as F
 
-from h5feed.codec import encode_jpeg, nv12_to_rgb, rgb_to_nv12
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.picture import JpegItems, source_size
 from h5feed.feed.sheet import contact_sheet
-from h5feed.jpeg_header import read_header
+from h5feed.jpeg import encode_jpeg, nv12_to_rgb, read_header, rgb_to_nv12
 from mapped import is_view
 from packed import image_spec, random_images, write_packed
 
@@ -281,7 +280,7 @@ def test_a_jpeg_of_another_size_is_refused_before_it_is_decoded(tmp_path, monkey
     bomb[at : at + 4] = bytes.fromhex("ffdcffdc")  # 65500x65500
     ds = H5Dataset(crafted(tmp_path, bytes(bomb), store))
     monkeypatch.setattr("simplejpeg.decode_jpeg", None)
-    monkeypatch.setattr("h5feed.codec._decode_forgiving", None)
+    monkeypatch.setattr("h5feed.jpeg._decode_forgiving", None)
     text = "its header says 65500x65500, and the packed file says 32x32"
     with pytest.raises(DamagedItemError, match=text):
         ds[0]

@@ -7,13 +7,13 @@ pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 import torch
 
 from h5feed import augment
-from h5feed.codec import nv12_to_rgb
 from h5feed.feed.random import Draws
 from h5feed.feed.source import Pixels
 from h5feed.interop.dali._library import dali, types
 from h5feed.interop.dali.carried import make_steps
 from h5feed.interop.dali.parts import Box
 from h5feed.interop.dali.sources import _Planes
+from h5feed.jpeg import nv12_to_rgb
 from packed import image_spec, write_packed
 
 COUNT = 24

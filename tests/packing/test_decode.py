@@ -14,7 +14,7 @@ import pytest
 import simplejpeg
 from PIL import Image, ImageOps
 
-from h5feed import codec
+from h5feed import jpeg
 from h5feed.errors import H5FeedError
 from h5feed.packing import decode
 from h5feed.packing.decode import DecodeError, decode_mask, decode_rgb, read_size
@@ -366,7 +366,7 @@ def test_webp_is_measured_before_libwebp_makes_canvases():
     assert refused(large).detail.startswith("16777216x16777216, more than max_pixels=")
 
 
-def test_a_file_too_large_to_be_a_image_is_not_read(tmp_path):
+def test_a_file_too_large_to_be_an_image_is_not_read(tmp_path):
     path = tmp_path / "x.jpg"
     with path.open("wb") as file:
         file.truncate(50_000_000_000)
@@ -446,7 +446,7 @@ def test_a_shortage_of_memory_is_never_blamed_on_the_file():
 def test_rows_converted_in_bands_are_those_of_the_whole(name, monkeypatch):
     data = FILES[name]
     whole = decode_rgb(data, background=(7, 8, 9))
-    monkeypatch.setattr(codec, "_BAND_PIXELS", 500)
+    monkeypatch.setattr(jpeg, "_BAND_PIXELS", 500)
     np.testing.assert_array_equal(decode_rgb(data, background=(7, 8, 9)), whole)
 
 
@@ -504,7 +504,7 @@ def broken(data, rng):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.filterwarnings("ignore")
-def test_damage_is_a_image_or_a_decode_error(name):
+def test_damage_is_an_image_or_a_decode_error(name):
     data, rng = FILES[name], np.random.default_rng(0)
     outcomes = set()
     for _ in range(150):
@@ -535,9 +535,9 @@ def test_masks_keep_their_numbers(monkeypatch):
     gray_alpha = Image.merge("LA", (gray, see_through))
     color_alpha = Image.merge("RGBA", (gray, gray, gray, see_through))
     for image in (gray, palette, color, deep, gray_alpha, color_alpha):
-        monkeypatch.setattr(codec, "_BAND_PIXELS", 1 << 20)
+        monkeypatch.setattr(jpeg, "_BAND_PIXELS", 1 << 20)
         mask = decode_mask(encoded(image, "PNG"))
-        monkeypatch.setattr(codec, "_BAND_PIXELS", 90)  # three rows at a time
+        monkeypatch.setattr(jpeg, "_BAND_PIXELS", 90)  # three rows at a time
         np.testing.assert_array_equal(decode_mask(encoded(image, "PNG")), mask)
         np.testing.assert_array_equal(mask, numbers)
         assert mask.dtype == np.uint8

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from h5feed.counted import counted
 from h5feed.packing.summary import describe_fit
 from packed import image_spec
 
@@ -26,10 +25,3 @@ def said(*shapes):
 )
 def test_the_summary_says_how_many_images_change_their_proportions(shapes, expected):
     assert said(*shapes) == expected
-
-
-@pytest.mark.parametrize(
-    ("number", "expected"), [(0, "0 classes"), (1, "1 class"), (2000, "2,000 classes")]
-)
-def test_things_are_counted_as_people_do(number, expected):
-    assert counted(number, "class", "classes") == expected

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from h5feed._optional import require
 from h5feed.errors import UsageError
+from h5feed.optional import require
 from h5feed.train.models import OWN_MODELS, Network, build_model
 from h5feed.train.networks import ResNet9, UNet
 from h5feed.train.surgery import useless_biases

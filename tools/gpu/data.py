@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from h5feed import pack
-from h5feed.cores import available_cores
+from h5feed.system import available_cores
 
 __all__ = ["Photos", "draw_folder", "prepare_cifar", "prepare_photos", "repeat_folder"]
 

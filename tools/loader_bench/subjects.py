@@ -15,9 +15,8 @@ import torch
 
 from h5feed import H5Dataset, H5Loader
 from h5feed.augment import Op, Pipeline, RandomHorizontalFlip, RandomResizedCrop
-from h5feed.codec import decode_jpeg
 from h5feed.feed.random import Draws
-from h5feed.jpeg_region import decode_jpeg_region
+from h5feed.jpeg import decode_jpeg, decode_jpeg_region
 
 CROP = (RandomResizedCrop(224), RandomHorizontalFlip())
 Window = Callable[[float], tuple[float, float]]

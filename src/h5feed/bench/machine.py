@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from h5feed.cores import available_cores, total_memory
+from h5feed.system import available_cores, total_memory
 
 __all__ = ["describe", "machine", "versions"]
 

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from h5feed import H5Dataset, augment, make_dataloader
 from h5feed.bench.crops import PillowCrop, TensorCrop
-from h5feed.codec import encode_jpeg
 from h5feed.feed.loader import H5Loader
 from h5feed.feed.setup import AugmentOn
 from h5feed.feed.source import Pixels
+from h5feed.jpeg import encode_jpeg
 
 __all__ = [
     "Folder",

@@ -17,7 +17,7 @@ import tyro
 
 from h5feed import __version__
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.printable import say
+from h5feed.text import say
 
 __all__ = ["refuse_two_forms", "run_command"]
 

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from h5feed.printable import printable, say
+from h5feed.text import printable, say
 
 __all__ = ["Teller"]
 

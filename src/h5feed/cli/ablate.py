@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from h5feed._optional import require
 from h5feed.bench.ablate import ablate
 from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, save_plot
 from h5feed.bench.ablation import AblateOptions
@@ -15,7 +14,8 @@ from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.errors import H5FeedError
-from h5feed.printable import printable_json, say
+from h5feed.optional import require
+from h5feed.text import printable_json, say
 
 __all__ = ["main"]
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import tyro
 
-from h5feed._optional import require
 from h5feed.bench.compare import compare
 from h5feed.bench.options import CompareOptions
 from h5feed.bench.plot import save_plot
@@ -20,7 +19,8 @@ from h5feed.cli._common import refuse_two_forms, run_command
 from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.errors import H5FeedError
-from h5feed.printable import printable_json, say
+from h5feed.optional import require
+from h5feed.text import printable_json, say
 
 __all__ = ["main"]
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import tyro
 
 from h5feed.cli._common import DONE, FAILED, run_command
-from h5feed.counted import counted
-from h5feed.printable import printable, printable_json, say
 from h5feed.progress import Progress
 from h5feed.store import CheckReport, DamagedItem, check_file
+from h5feed.text import counted, printable, printable_json, say
 
 __all__ = ["main"]
 

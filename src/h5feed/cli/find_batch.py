@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from h5feed._optional import require
 from h5feed.cli._target import check_plot
 from h5feed.cli._teller import Teller
 from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
-from h5feed.printable import say
+from h5feed.optional import require
+from h5feed.text import say
 from h5feed.train import TrainConfig
 from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, find_batch
 from h5feed.train.finder_plots import draw_batch_sizes

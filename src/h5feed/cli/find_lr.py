@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from h5feed._optional import require
 from h5feed.cli._target import check_plot
 from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
-from h5feed.printable import say
+from h5feed.optional import require
 from h5feed.progress import Progress
+from h5feed.text import say
 from h5feed.train.find_lr import LrCurve, LrRange, find_lr
 from h5feed.train.finder_plots import draw_lr_curve
 from h5feed.train.trial import open_trial

@@ -10,7 +10,7 @@ import tyro
 
 from h5feed.cli._common import run_command
 from h5feed.packing import PackOptions, pack_with
-from h5feed.printable import say
+from h5feed.text import say
 
 __all__ = ["main"]
 

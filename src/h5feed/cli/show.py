@@ -11,13 +11,12 @@ import tyro
 
 from h5feed.cli._common import run_command
 from h5feed.cli._target import check_target, write_whole
-from h5feed.counted import counted, counted_labels
 from h5feed.errors import UsageError
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
 from h5feed.feed.sheet import contact_sheet
 from h5feed.feed.source import Pixels
-from h5feed.printable import printable, printable_json, say
 from h5feed.progress import Progress
+from h5feed.text import counted, counted_labels, printable, printable_json, say
 
 __all__ = ["main"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from h5feed.cli._training import RunOptions, run_training_command
-from h5feed.printable import say
+from h5feed.text import say
 from h5feed.train import Summary, train
 from h5feed.train.distributed import is_main_process
 from h5feed.train.log import LAST

@@ -13,10 +13,10 @@ import cv2
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from h5feed.cores import available_cores
 from h5feed.errors import UsageError
 from h5feed.feed.collate import collate
 from h5feed.feed.dataset import H5Dataset
+from h5feed.system import available_cores
 
 __all__ = ["auto_workers", "make_dataloader"]
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from h5feed.codec import MAX_PIXELS
 from h5feed.errors import UsageError
 from h5feed.feed.files import FilePath, expand_paths
 from h5feed.feed.picture import (
@@ -22,6 +21,7 @@ from h5feed.feed.picture import (
 )
 from h5feed.feed.source import Pixels
 from h5feed.feed.whole import check_whole
+from h5feed.jpeg import MAX_PIXELS
 
 __all__ = ["H5Dataset"]
 

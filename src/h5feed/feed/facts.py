@@ -8,10 +8,10 @@ from typing import Any
 import cv2
 import numpy as np
 
-from h5feed.cores import available_cores
 from h5feed.feed.picture import picture_reader
 from h5feed.feed.source import Pixels
 from h5feed.store import FileIndex
+from h5feed.system import available_cores
 
 __all__ = ["ChannelStats", "channel_stats", "class_counts", "file_facts"]
 

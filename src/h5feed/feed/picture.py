@@ -13,11 +13,17 @@ import torch
 from PIL import Image
 
 from h5feed.augment.frame import Shapes
-from h5feed.codec import decode_jpeg, decode_strictly, nv12_to_rgb
 from h5feed.errors import H5FormatError, UsageError
 from h5feed.feed.source import BYTES_CHANGED, Pixels
-from h5feed.jpeg_header import JpegHeader, read_header
-from h5feed.jpeg_region import Box, decode_jpeg_region
+from h5feed.jpeg import (
+    Box,
+    JpegHeader,
+    decode_jpeg,
+    decode_jpeg_region,
+    decode_strictly,
+    nv12_to_rgb,
+    read_header,
+)
 
 __all__ = [
     "Aspect",

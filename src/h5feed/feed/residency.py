@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from h5feed.cores import available_memory
 from h5feed.errors import UsageError
 from h5feed.feed.device import Lane
 from h5feed.feed.source import Pixels
+from h5feed.system import available_memory
 
 __all__ = ["Residency", "choose_residency"]
 

@@ -12,7 +12,6 @@ from torch import distributed
 
 from h5feed.augment import Op, Pipeline
 from h5feed.augment.compiled_device import CompiledBatch
-from h5feed.cores import available_cores
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import Lane
@@ -21,6 +20,7 @@ from h5feed.feed.source import Pixels
 from h5feed.feed.steps import Tail
 from h5feed.feed.whole import check_whole
 from h5feed.store import FieldSpec
+from h5feed.system import available_cores
 
 __all__ = [
     "AugmentOn",

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from h5feed.codec import MAX_PIXELS
 from h5feed.errors import UsageError
 from h5feed.feed.picture import check_max_pixels, picture_reader
 from h5feed.feed.source import Pixels
-from h5feed.printable import printable
+from h5feed.jpeg import MAX_PIXELS
+from h5feed.text import printable
 
 __all__ = ["class_colors", "contact_sheet", "overlay_mask"]
 

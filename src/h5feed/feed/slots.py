@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from h5feed.cores import total_memory
 from h5feed.errors import UsageError
+from h5feed.system import total_memory
 
 __all__ = ["Ring", "Slot", "check_room"]
 

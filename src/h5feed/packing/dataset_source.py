@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from h5feed.cores import is_out_of_memory
 from h5feed.errors import UsageError
 from h5feed.packing.decode import DAMAGED, DecodeError, image_to_rgb
+from h5feed.system import is_out_of_memory
 
 __all__ = ["DatasetSource"]
 

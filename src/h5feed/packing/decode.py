@@ -38,11 +38,10 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from h5feed.codec import MAX_PIXELS, decode_jpeg, orient, pixels_in_bands
-from h5feed.cores import is_out_of_memory
 from h5feed.errors import H5FeedError
-from h5feed.jpeg_header import read_header
+from h5feed.jpeg import MAX_PIXELS, decode_jpeg, orient, pixels_in_bands, read_header
 from h5feed.packing.summary import in_bytes
+from h5feed.system import is_out_of_memory
 
 __all__ = [
     "BYTES_PER_PIXEL",

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from h5feed.codec import MAX_JPEG_SIDE, encode_jpeg, rgb_to_nv12
-from h5feed.cores import is_out_of_memory
 from h5feed.errors import PackError
+from h5feed.jpeg import MAX_JPEG_SIDE, encode_jpeg, rgb_to_nv12
 from h5feed.packing.dataset_source import DatasetSource
 from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb, read_file
 from h5feed.packing.options import PackOptions
 from h5feed.packing.sizing import Box, fit_image, fit_mask
 from h5feed.packing.sources import Source
 from h5feed.store.layout import FieldSpec
+from h5feed.system import is_out_of_memory
 
 __all__ = ["Job", "Payload", "Record", "Skip", "encode_block", "field_sizes", "row_type"]
 

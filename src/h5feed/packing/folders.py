@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from h5feed.counted import counted
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.table import Table
+from h5feed.text import counted
 
 __all__ = ["EXTENSIONS", "read_folder"]
 

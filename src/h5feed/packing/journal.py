@@ -23,11 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from h5feed.cores import available_cores
 from h5feed.errors import PackError
 from h5feed.packing.encode import Record, Skip, field_sizes, row_type
 from h5feed.packing.output import OutputPaths
-from h5feed.printable import printable
 from h5feed.progress import Progress
 from h5feed.store.layout import FieldSpec
 from h5feed.store.write import (
@@ -36,6 +34,8 @@ from h5feed.store.write import (
     sync_file,
     write_at,
 )
+from h5feed.system import available_cores
+from h5feed.text import printable
 
 __all__ = [
     "Header",

@@ -18,13 +18,13 @@ from h5feed.errors import H5FormatError, PackError
 from h5feed.packing.encode import Job, Record, Skip, field_sizes, row_type
 from h5feed.packing.output import OutputPaths
 from h5feed.packing.summary import PackSummary, describe_fit
-from h5feed.printable import printable
 from h5feed.progress import Progress
 from h5feed.store.check import check_file
 from h5feed.store.fingerprint import canonical_json, fingerprint
 from h5feed.store.layout import MAX_PROVENANCE, Columns
 from h5feed.store.read import read_index
 from h5feed.store.write import finalize
+from h5feed.text import printable
 
 __all__ = ["Ledger", "finish", "is_finished", "summarize", "versions"]
 

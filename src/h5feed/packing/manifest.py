@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5feed.counted import counted
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.rows import Row, csv_rows, json_rows
 from h5feed.packing.table import Table
+from h5feed.text import counted
 
 __all__ = ["read_manifest"]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from h5feed.codec import MAX_PIXELS
 from h5feed.errors import UsageError
+from h5feed.jpeg import MAX_PIXELS
 from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spec
 
 __all__ = ["PackOptions", "field_specs"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h5feed.counted import counted
 from h5feed.errors import UsageError
+from h5feed.text import counted
 
 __all__ = ["Row", "csv_rows", "json_rows"]
 

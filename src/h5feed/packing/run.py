@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from h5feed.codec import MAX_PIXELS
-from h5feed.cores import available_cores, available_memory
 from h5feed.errors import H5FormatError, PackError, UsageError
+from h5feed.jpeg import MAX_PIXELS
 from h5feed.packing.dataset_source import DatasetSource
 from h5feed.packing.encode import Job, Record
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_records, lock
@@ -22,6 +21,7 @@ from h5feed.packing.summary import PackSummary
 from h5feed.packing.workers import Target, pack_here, pack_in_processes
 from h5feed.progress import Progress
 from h5feed.store.layout import Encoding, Fit
+from h5feed.system import available_cores, available_memory
 
 __all__ = ["pack", "pack_with"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from h5feed.codec import MAX_JPEG_SIDE
 from h5feed.errors import UsageError
+from h5feed.jpeg import MAX_JPEG_SIDE
 from h5feed.packing.decode import TOO_LARGE, DecodeError
 from h5feed.store.layout import MAX_ITEM_PIXELS, FieldSpec
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from h5feed.counted import counted, counted_labels
 from h5feed.store.layout import FieldSpec
+from h5feed.text import counted, counted_labels
 
 __all__ = ["PackSummary", "describe_fit", "in_bytes"]
 

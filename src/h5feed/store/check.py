@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from h5feed.cores import available_cores
 from h5feed.errors import H5FormatError
 from h5feed.store.read import PackedFile
+from h5feed.system import available_cores
 
 __all__ = ["CheckReport", "DamagedItem", "check_file"]
 

@@ -11,7 +11,6 @@ import h5py
 import numpy as np
 
 from h5feed.errors import H5FormatError
-from h5feed.printable import printable
 from h5feed.store.layout import (
     IMAGES,
     MAX_ITEM_PIXELS,
@@ -24,6 +23,7 @@ from h5feed.store.layout import (
     Int32,
     Int64,
 )
+from h5feed.text import printable
 
 __all__ = [
     "Gate",

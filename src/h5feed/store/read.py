@@ -18,7 +18,6 @@ import h5py
 import numpy as np
 
 from h5feed.errors import H5FormatError
-from h5feed.printable import printable
 from h5feed.store.fingerprint import fingerprint
 from h5feed.store.gate import (
     Gate,
@@ -43,6 +42,7 @@ from h5feed.store.layout import (
     images_spec,
     masks_spec,
 )
+from h5feed.text import printable
 
 __all__ = ["READAHEAD", "FileIndex", "PackedFile", "read_index"]
 

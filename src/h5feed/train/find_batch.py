@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from h5feed.cores import available_memory, is_out_of_memory
 from h5feed.errors import H5FeedError, UsageError
+from h5feed.system import available_memory, is_out_of_memory
 from h5feed.train.distributed import World
 from h5feed.train.limits import above_zero, at_least
 from h5feed.train.step import Batch, TrainStep

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from h5feed._optional import require
 from h5feed.errors import UsageError
+from h5feed.optional import require
 from h5feed.train.config import TrainConfig
 from h5feed.train.data import Data, Loader, check_batch
 from h5feed.train.distributed import World

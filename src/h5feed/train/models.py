@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h5feed._optional import require
 from h5feed.errors import UsageError
+from h5feed.optional import require
 from h5feed.train.networks import ResNet9, ResNet18, UNet
 
 __all__ = ["OWN_MODELS", "Network", "build_model", "load_function"]

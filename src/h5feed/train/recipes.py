@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from h5feed._optional import require
 from h5feed.augment import (
     CenterCrop,
     Op,
@@ -13,6 +12,7 @@ from h5feed.augment import (
     RandomResizedCrop,
     Resize,
 )
+from h5feed.optional import require
 from h5feed.train.config import DataConfig
 
 __all__ = ["scoring_ops", "to_torchvision", "training_ops"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from h5feed.cores import is_out_of_memory
 from h5feed.errors import H5FeedError, UsageError
+from h5feed.system import is_out_of_memory
 from h5feed.train.checkpoint import RandomState
 from h5feed.train.compiled import check_backend
 from h5feed.train.config import TrainConfig

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from h5feed._optional import require
+from h5feed.optional import require
 
 __all__ = ["LastBatchPolicy", "dali", "fn", "types"]
 

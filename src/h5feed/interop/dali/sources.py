@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from h5feed.augment import Params, Pipeline
 from h5feed.augment.crop_cpu import Scratch
 from h5feed.augment.nv12 import nv12_box
-from h5feed.codec import encode_jpeg
 from h5feed.errors import DamagedItemError
 from h5feed.feed.source import BYTES_CHANGED, Pixels
 from h5feed.feed.substitute import GO_ON
 from h5feed.interop.dali._library import dali, fn, types
 from h5feed.interop.dali.parts import Box, Port
+from h5feed.jpeg import encode_jpeg
 
 __all__ = ["Source", "damaged_item", "open_source"]
 

@@ -1,4 +1,4 @@
-"""Names and texts that a terminal can be trusted with: all that a command prints goes through here.
+"""What a command prints: texts that a terminal can be trusted with, and numbers of things.
 
 What a file or a folder is called, and what a packed file says of itself, may be anybody's: control
 characters move the cursor and color the screen, bidirectional ones turn what is read around.
@@ -6,9 +6,12 @@ characters move the cursor and color the screen, bidirectional ones turn what is
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
-__all__ = ["printable", "printable_json", "say"]
+__all__ = ["counted", "counted_labels", "printable", "printable_json", "say"]
+
+_LISTED = 20
 
 
 def printable(text: str, most: int | None = None) -> str:
@@ -35,3 +38,16 @@ def say(text: str, stream: TextIO | None = None) -> None:
     """Print `text`, line by line, on `stream` (stdout)."""
     lines = "\n".join(map(printable, text.split("\n")))
     print(lines, file=stream or sys.stdout, flush=True)
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return "1 image", "2,000 images"; `many` where it is not `one` and an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def counted_labels(classes: int, targets: Sequence[str]) -> str:
+    """Say what is to be learned: "2 classes", "2 targets (age, height)", "no classes"."""
+    if not targets:
+        return counted(classes, "class", "classes") if classes else "no classes"
+    names = [printable(name) for name in targets[:_LISTED]] + ["…"] * (len(targets) > _LISTED)
+    return f"{counted(len(targets), 'target')} ({', '.join(names)})"

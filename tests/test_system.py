@@ -5,7 +5,7 @@ import cv2
 import pytest
 import torch
 
-from h5feed.cores import available_cores, available_memory, is_out_of_memory, total_memory
+from h5feed.system import available_cores, available_memory, is_out_of_memory, total_memory
 
 V2 = ("0::{}\n", "30 23 0:26 {} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
 V1 = (

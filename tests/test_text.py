@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import h5feed
-from h5feed.printable import printable, printable_json, say
+from h5feed.text import counted, printable, printable_json, say
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,17 @@ def test_say_escapes_line_by_line(capsys):
     assert capsys.readouterr().out == "one\\x1b[2J\ntwo\\r\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "expected"), [(0, "0 classes"), (1, "1 class"), (2000, "2,000 classes")]
+)
+def test_things_are_counted_as_people_do(number, expected):
+    assert counted(number, "class", "classes") == expected
+
+
 def test_nothing_else_prints():
     """What is printed elsewhere than through `say` may hold anybody's control characters."""
     root = Path(h5feed.__file__).parent
-    allowed = {root / "printable.py", root / "cli" / "_teller.py"}
+    allowed = {root / "text.py", root / "cli" / "_teller.py"}
     found = [
         f"{path}:{node.lineno}"
         for path in set(root.rglob("*.py")) - allowed
