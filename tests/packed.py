@@ -67,6 +67,7 @@ def write_provenance(path, text):
     extents = index.extents
     seal = fingerprint(
         [extent.spec for extent in extents.values()],
+        [extent.start for extent in extents.values()],
         index,
         text,
         {name: extent.offsets for name, extent in extents.items()},

@@ -10,6 +10,7 @@ import pytest
 
 from h5feed.errors import H5FormatError
 from h5feed.store import read_index
+from h5feed.store.fingerprint import canonical_json, fingerprint
 from packed import image_spec, mask_spec, random_images, write_packed, write_provenance
 
 
@@ -448,3 +449,17 @@ def test_a_refusal_holds_no_character_that_a_terminal_obeys(packed, name):
     text = refusal(packed)
     assert text.isprintable()
     assert ascii(name)[1:-1] in text
+
+
+def test_pixels_at_another_address_are_refused(packed):
+    """Whoever moves them, HDF5's checksums made right, would show other pixels."""
+    start = read_index(packed).extents["images"].start
+    assert fingerprint_at(packed, start) == read_index(packed).fingerprint
+    assert fingerprint_at(packed, start - 4096) != read_index(packed).fingerprint
+
+
+def fingerprint_at(path, start):
+    index = read_index(path)
+    spec = index.extents["images"].spec
+    text = canonical_json(index.provenance)
+    return fingerprint([spec], [start], index, text, {"images": None}, {"images": None})

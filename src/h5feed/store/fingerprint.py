@@ -19,6 +19,7 @@ def canonical_json(value: Any) -> str:
 
 def fingerprint(
     fields: Sequence[FieldSpec],
+    starts: Sequence[int],
     columns: Columns,
     provenance: str,
     offsets: Mapping[str, np.ndarray[Any, Any] | None],
@@ -26,10 +27,14 @@ def fingerprint(
 ) -> str:
     """SHA-256 (hex) over geometry, every small array and the provenance.
 
-    The pixels are covered through `columns.crc32`.
+    The pixels are covered through `columns.crc32`, and where they lie by `starts`: the byte
+    address of each field. At another address sound pixels would be read as other ones.
     """
     digest = hashlib.sha256()
-    geometry = [[spec.name, spec.attributes()] for spec in fields]
+    geometry = [
+        [spec.name, spec.attributes(), int(start)]
+        for spec, start in zip(fields, starts, strict=True)
+    ]
     digest.update(canonical_json([FORMAT_VERSION, geometry, columns.classes]).encode())
     digest.update(provenance.encode())
     arrays = [

@@ -252,7 +252,8 @@ def _index(gate: Gate, file: h5py.File) -> FileIndex:
     specs = [extent.spec for extent in extents.values()]
     offsets = {name: extent.offsets for name, extent in extents.items()}
     shapes = {name: extent.shapes for name, extent in extents.items()}
-    if fingerprint(specs, columns, provenance, offsets, shapes) != seal:
+    starts = [extent.start for extent in extents.values()]
+    if fingerprint(specs, starts, columns, provenance, offsets, shapes) != seal:
         raise gate.refuse("its fingerprint does not match its contents (altered or damaged)")
     return FileIndex(
         path=str(gate.path),

@@ -300,6 +300,7 @@ def _around_pixels(
         places = {spec.name: _reserve(file, spec, len(columns), offsets) for spec in fields}
     if memory.error is not None:
         raise memory.error
+    starts = [start if length else 0 for start, length in places.values()]
     with h5py.File(memory, "r+", libver=LIBVER) as file:
         for spec in fields:
             _describe(file[spec.name], spec, offsets, shapes)
@@ -309,7 +310,7 @@ def _around_pixels(
             "format_version": FORMAT_VERSION,
             "complete": 1,
             "provenance": text,
-            "fingerprint": fingerprint(fields, columns, text, offsets, shapes),
+            "fingerprint": fingerprint(fields, starts, columns, text, offsets, shapes),
         }
         for key, value in facts.items():
             file.attrs[key] = _attribute(value)
