@@ -52,12 +52,29 @@ def _peers() -> str:
     return peers_table.table(results, path)
 
 
+def _campaign() -> str:
+    """Return what was tried against the library, how often, and how much of it failed."""
+    found = _read("campaign.json")
+    failed = f"{found['failed']:,}" if found["failed"] else "none"
+    lines = [
+        f"{found['cases']:,} cases in {found['minutes']:g} minutes ({found['machine']}); {failed} "
+        "wrong, hung or with a traceback:",
+        "",
+        "| family | cases | what is done, and what has to hold |",
+        "|---|---:|---|",
+    ]
+    for name, tally in found["families"].items():
+        lines.append(f"| {name} | {tally['cases']:,} | {tally['what']} |")
+    return "\n".join(lines)
+
+
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {
         "peers": _peers,
         "loader": lambda: loader_table(_read("loader.json")),
         "bench": lambda: _measured("bench.json"),
         "train": lambda: _measured("train.json"),
+        "campaign": _campaign,
         "ablate": lambda: as_markdown(_ablation()),
     },
     "docs/tricks.md": {"tricks": lambda: tricks_table([_ablation()])},

@@ -96,14 +96,8 @@ def _hop(
     if len({len(batches) for batches, _ in fields}) != 1:
         raise Wrong("ranks have different numbers of steps")
     case.note(f"{world=} {size=} {steps=} {states[0]}")
-    return [
-        s for step in zip(*(b for b, _ in fields), strict=True) for s in _interleave(step)
-    ], states[0]
-
-
-def _interleave(step: tuple[list[Sample], ...]) -> Iterator[Sample]:
-    """Give the samples of one step's ranks in the order of the epoch."""
-    return (sample for rank in step for sample in rank)
+    ranks = [batches for batches, _ in fields]
+    return [s for step in zip(*ranks, strict=True) for batch in step for s in batch], states[0]
 
 
 def _loader(path: Path, size: int, options: dict[str, Any], **more: Any) -> H5Loader:
