@@ -4,7 +4,7 @@ import os
 import pytest
 
 from h5feed import progress
-from h5feed.progress import Progress
+from h5feed.progress import Progress, StatusLine
 
 
 class Clock:
@@ -73,3 +73,20 @@ def test_a_brief_bar_appears_late_and_leaves_nothing(monkeypatch, seconds):
     shown = stream.getvalue()
     assert ("finding images" in shown) == (seconds == 0.0)
     assert shown.rpartition("\r")[2].strip() == ""
+
+
+def test_a_status_line_is_written_over_on_a_terminal(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    with StatusLine() as tell:
+        tell("one\x1b")
+        tell.say("stays\n")
+    assert stream.getvalue() == "\r\x1b[Kone\\x1b\r\x1b[Kstays\\n\n\r\x1b[K"
+
+
+def test_a_status_line_is_rare_in_a_file(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 1e9)
+    with StatusLine() as tell:
+        tell("one")
+        tell.say("stays")
+    assert capsys.readouterr().err == "stays\n"

@@ -9,10 +9,11 @@ from tqdm import tqdm
 
 from h5feed.text import printable, say
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "StatusLine"]
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SECONDS_UNTIL_BRIEF = 1.0
+_WIPE = "\r\x1b[K"  # back to the first column, and erase to the end of the line
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -115,3 +116,37 @@ class Progress:
             return False
         self._last_line = now
         return True
+
+
+class StatusLine:
+    """Says on stderr what is going on: one line written over on a terminal, else now and then.
+
+    A context manager, which wipes the line at its end; for work that has steps but no count.
+    """
+
+    def __init__(self) -> None:
+        self._on_terminal = sys.stderr.isatty()
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Say what is done now."""
+        if self._on_terminal:
+            self._write(_WIPE + printable(text))
+        elif time.monotonic() - self._last > _SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            self._write(printable(text) + "\n")
+
+    def say(self, text: str) -> None:
+        """Write a line that stays."""
+        self._write((_WIPE if self._on_terminal else "") + printable(text) + "\n")
+
+    def __enter__(self) -> "StatusLine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_terminal:
+            self._write(_WIPE)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

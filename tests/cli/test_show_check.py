@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,7 +264,7 @@ def test_a_sheet_that_cannot_be_finished_leaves_the_old_one(packed, tmp_path, mo
     def full(*_):
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr("os.replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     assert show.main([str(packed), "--sheet", str(sheet)]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert sheet.read_bytes() == b"precious"

@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -19,7 +20,7 @@ from h5feed import __version__
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.text import say
 
-__all__ = ["refuse_two_forms", "run_command"]
+__all__ = ["check_plot", "check_target", "refuse_two_forms", "run_command"]
 
 _Options = TypeVar("_Options")
 
@@ -88,6 +89,33 @@ def refuse_two_forms(*, json: bool, markdown: bool) -> None:
     """Raise UsageError where both are asked for: one would be ignored."""
     if json and markdown:
         raise UsageError("json and markdown are two forms of one output: give one of them")
+
+
+def check_plot(option: str, path: Path, *, reads: Iterable[Path | None]) -> None:
+    """Refuse what matplotlib could not write to, as `check_target` does."""
+    check_target(option, path, endings=(".png", ".svg", ".pdf"), reads=reads)
+
+
+def check_target(
+    option: str, path: Path, *, endings: Sequence[str], reads: Iterable[Path | None]
+) -> None:
+    """Raise UsageError where a file cannot or must not be written to `path`.
+
+    It has to end in one of `endings`, to lie in a folder that can be written to, and to be none
+    of the files that the command `reads`.
+    """
+    said = f"{option} {path}"
+    if path.is_dir():
+        raise UsageError(f"{said} is a folder: give a file in it")
+    if path.suffix.lower() not in endings:
+        raise UsageError(f"{said} does not end in {' or '.join(endings)}: give a name that does")
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"{said}: the folder {folder} does not exist: make it first")
+    if not all(os.access(place, os.W_OK) for place in (folder, path) if place.exists()):
+        raise UsageError(f"{said} may not be written: permission denied")
+    if path.exists() and any(file and file.exists() and path.samefile(file) for file in reads):
+        raise UsageError(f"{said} is a file that is read here: give another name")
 
 
 @contextmanager

@@ -9,12 +9,11 @@ from h5feed.bench.ablate import ablate
 from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, save_plot
 from h5feed.bench.ablation import AblateOptions
 from h5feed.bench.remote import SubjectError
-from h5feed.cli._common import refuse_two_forms
-from h5feed.cli._target import check_plot
-from h5feed.cli._teller import Teller
+from h5feed.cli._common import check_plot, refuse_two_forms
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.errors import H5FeedError
 from h5feed.optional import require
+from h5feed.progress import StatusLine
 from h5feed.text import printable_json, say
 
 __all__ = ["main"]
@@ -46,7 +45,7 @@ def _ablate(command: _Command) -> None:
     if command.draw is not None:
         check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
         require("matplotlib", "bench")
-    with Teller() as tell:
+    with StatusLine() as tell:
         try:
             ablation = ablate(command.run, command.ablate, tell)
         except SubjectError as ex:

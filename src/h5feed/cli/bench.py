@@ -15,11 +15,10 @@ from h5feed.bench.remote import SubjectError
 from h5feed.bench.report import Report, as_dict
 from h5feed.bench.training import TrainOptions, train
 from h5feed.bench.words import as_markdown, as_text, sweep_as_markdown, sweep_as_text
-from h5feed.cli._common import refuse_two_forms, run_command
-from h5feed.cli._target import check_plot
-from h5feed.cli._teller import Teller
+from h5feed.cli._common import check_plot, refuse_two_forms, run_command
 from h5feed.errors import H5FeedError
 from h5feed.optional import require
+from h5feed.progress import StatusLine
 from h5feed.text import printable_json, say
 
 __all__ = ["main"]
@@ -65,7 +64,7 @@ def _bench(command: _Command) -> None:
     if command.plot is not None:
         check_plot("--plot", command.plot, reads=(command.file,))
         require("matplotlib", "bench")
-    with Teller() as tell:
+    with StatusLine() as tell:
         try:
             reports = _measured(command, tell)
         except SubjectError as ex:

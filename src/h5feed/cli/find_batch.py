@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from h5feed.cli._target import check_plot
-from h5feed.cli._teller import Teller
+from h5feed.cli._common import check_plot
 from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
 from h5feed.optional import require
+from h5feed.progress import StatusLine
 from h5feed.text import say
 from h5feed.train import TrainConfig
 from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, find_batch
@@ -43,7 +43,7 @@ def _find(command: _Command) -> None:
         check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
         require("matplotlib", "train")
     whole = replace(command.run, speed=replace(command.run.speed, accumulate=1))
-    with open_trial(whole) as trial, Teller() as show:
+    with open_trial(whole) as trial, StatusLine() as show:
 
         def trying(size: int, seconds: float) -> None:
             show(f"batch of {size}: about {seconds:.0f} s" if seconds else f"batch of {size}")

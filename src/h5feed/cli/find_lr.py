@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from h5feed.cli._target import check_plot
+from h5feed.cli._common import check_plot
 from h5feed.cli._training import RunOptions, run_training_command, trained_in_words
 from h5feed.optional import require
 from h5feed.progress import Progress

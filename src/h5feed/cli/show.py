@@ -1,6 +1,6 @@
 """show-h5: what a packed file holds, in words and as a contact sheet."""
 
-import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,8 +9,8 @@ from typing import Any
 
 import tyro
 
-from h5feed.cli._common import run_command
-from h5feed.cli._target import check_target, write_whole
+from h5feed.cli._common import check_target, run_command
+from h5feed.disk import replaced
 from h5feed.errors import UsageError
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
 from h5feed.feed.sheet import contact_sheet
@@ -55,7 +55,7 @@ def _show(command: _Command) -> None:
     if command.stats:
         facts["channel_stats"] = asdict(_stats(pixels))
     if command.sheet is not None:
-        write_whole(command.sheet, _sheet(command))
+        _write_sheet(command, command.sheet)
         facts["sheet"] = str(command.sheet)
     say(printable_json(facts) if command.json else _as_text(facts, command))
 
@@ -68,10 +68,10 @@ def _check(command: _Command) -> None:
         check_target("--sheet", command.sheet, endings=(".png",), reads=(command.file,))
 
 
-def _sheet(command: _Command) -> bytes:
-    data = io.BytesIO()
-    contact_sheet(command.file, pictures=command.images).save(data, "PNG")
-    return data.getvalue()
+def _write_sheet(command: _Command, path: Path) -> None:
+    sheet = contact_sheet(command.file, pictures=command.images)
+    with replaced(Path(os.path.realpath(path))) as file:  # a link goes on leading to its file
+        sheet.save(file, "PNG")
 
 
 def _stats(pixels: Pixels) -> ChannelStats:

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from h5feed.disk import open_file, write_at
 from h5feed.packing.encode import Payload
 from h5feed.store.layout import FieldSpec
-from h5feed.store.write import open_file, write_at
 
 __all__ = ["PayloadFiles", "blocks"]
 

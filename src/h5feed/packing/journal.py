@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from h5feed.errors import PackError
-from h5feed.packing.encode import Record, Skip, field_sizes, row_type
-from h5feed.packing.output import OutputPaths
-from h5feed.progress import Progress
-from h5feed.store.layout import FieldSpec
-from h5feed.store.write import (
+from h5feed.disk import (
     naming,
     open_file,
     sync_file,
     write_at,
 )
+from h5feed.errors import PackError
+from h5feed.packing.encode import Record, Skip, field_sizes, row_type
+from h5feed.packing.output import OutputPaths
+from h5feed.progress import Progress
+from h5feed.store.layout import FieldSpec
 from h5feed.system import available_cores
 from h5feed.text import printable
 

@@ -7,12 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from h5feed.disk import create_file
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.encode import Job
 from h5feed.packing.options import PackOptions
 from h5feed.packing.summary import in_bytes
 from h5feed.store.layout import MASKS, FieldSpec
-from h5feed.store.write import create_file, head_bytes
+from h5feed.store.write import head_bytes
 
 __all__ = ["OutputPaths", "check_out", "check_space", "refuse_existing"]
 

@@ -9,33 +9,21 @@ and HDF5, which crashes where a write fails, never meets a disk that is full.
 import encodings.ascii  # noqa: F401 - h5py wants it for a file object, when no descriptor may be left
 import errno
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
+from h5feed.disk import create_file, naming, open_file, rename_file, sync_file, write_at
 from h5feed.store.fingerprint import canonical_json, fingerprint
 from h5feed.store.layout import ALIGNMENT, FORMAT, FORMAT_VERSION, LIBVER, Columns, FieldSpec
 from h5feed.store.read import read_index
 
-__all__ = [
-    "create_file",
-    "finalize",
-    "head_bytes",
-    "naming",
-    "open_file",
-    "sync_file",
-    "write_at",
-    "write_file",
-]
+__all__ = ["finalize", "head_bytes", "write_file"]
 
 _COPY_BYTES = 8 << 20
-# Whoever may write into the folder could have left a link or a named pipe under our name.
-_OWN_FILE = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 Arrays = Mapping[str, np.ndarray[Any, Any] | None]
 Payload = bytes | np.ndarray[Any, Any]
@@ -95,8 +83,7 @@ def finalize(
         os.close(target)
     if check:
         read_index(partial)
-    partial.replace(out)
-    _sync_folder(out.parent)
+    rename_file(partial, out)
     for path in side.values():
         path.unlink(missing_ok=True)
 
@@ -154,60 +141,6 @@ def _write_items(path: Path, items: Iterable[Payload], head: int) -> list[int]:
     finally:
         os.close(handle)
     return ends
-
-
-def create_file(path: Path) -> int:
-    """Make an empty file under the name `path`, in place of what has that name; return a handle.
-
-    What a link there leads to is not touched. Raises OSError.
-    """
-    path.unlink(missing_ok=True)
-    return os.open(path, _OWN_FILE | os.O_CREAT | os.O_EXCL, 0o666)
-
-
-def open_file(path: Path, *, create: bool = False) -> int:
-    """Open a plain file for reading and writing, made if need be with `create`; return a handle.
-
-    Raises OSError, for a link too: whoever calls this means a file of its own.
-    """
-    try:
-        handle = os.open(path, _OWN_FILE | (os.O_CREAT if create else 0), 0o666)
-    except OSError as ex:
-        if ex.errno == errno.ELOOP:
-            raise OSError(ex.errno, "it is a link, not a plain file: remove it", str(path)) from ex
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is not a plain file: remove it", str(path))
-    return handle
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put `path` into an OSError that names no file: the system's know a handle only."""
-    try:
-        yield
-    except OSError as ex:
-        if ex.filename is None:
-            ex.filename = str(path)
-        raise
-
-
-def write_at(handle: int, data: bytes | memoryview, at: int, path: Path) -> None:
-    """Write all of `data` at byte `at` of an open file; raises OSError that names `path`."""
-    left = memoryview(data).cast("B")
-    with naming(path):
-        while left:
-            done = os.pwrite(handle, left, at)
-            if not done:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            left, at = left[done:], at + done
-
-
-def sync_file(handle: int, path: Path) -> None:
-    """Bring what was written to the disk; raises OSError that names `path`."""
-    with naming(path):
-        getattr(os, "fdatasync", os.fsync)(handle)  # macOS has fsync alone
 
 
 class _MemoryFile:
@@ -403,12 +336,3 @@ def _copy(source: Path, partial: Path, target: int, at: int, count: int) -> None
             write_at(target, block, at + start, partial)
     finally:
         os.close(handle)
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # not every file system lets a folder be opened or synced
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -1,18 +1,17 @@
 """Everything a run needs to go on, saved so that a kill never costs the previous save."""
 
-import os
 import random
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from h5feed.disk import replaced
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.distributed import World
 
@@ -21,7 +20,6 @@ __all__ = [
     "Stateful",
     "capture",
     "load_checkpoint",
-    "replaced",
     "restore",
     "save_checkpoint",
 ]
@@ -95,35 +93,6 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
             f"{path} could not be saved: {cause.strerror}. What was saved before is whole: make "
             "room, and go on with --resume"
         ) from ex
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the name `path` once it is written whole.
-
-    It lies beside `path`, is forced to the disk, and renamed over it; after an error in the block
-    it is gone, and `path` is what it was.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(path)
-    if os.name == "posix":
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

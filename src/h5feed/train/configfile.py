@@ -8,8 +8,8 @@ from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from h5feed.disk import replaced
 from h5feed.errors import UsageError
-from h5feed.train.checkpoint import replaced
 from h5feed.train.config import TrainConfig
 
 __all__ = ["read_config", "write_config"]

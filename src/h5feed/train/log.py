@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from h5feed.disk import replaced
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train.checkpoint import replaced
 from h5feed.train.config import TrainConfig
 from h5feed.train.configfile import write_config
 from h5feed.train.distributed import World

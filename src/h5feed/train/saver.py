@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from h5feed.disk import replaced
 from h5feed.errors import UsageError
 from h5feed.train.checkpoint import (
     Stateful,
     capture,
     load_checkpoint,
-    replaced,
     restore,
     save_checkpoint,
 )
