@@ -114,7 +114,10 @@ def test_a_missing_library_is_one_sentence_that_names_the_extra():
     )
 
 
-DISTRIBUTIONS = {"nvidia": "nvidia-dali-cuda120"}  # of modules that are named otherwise
+DISTRIBUTIONS = {
+    "nvidia": "nvidia-dali-cuda120",  # modules that are named otherwise
+    "safetensors": "timm",  # brings it
+}
 
 
 def named_extras():

@@ -32,6 +32,15 @@ def test_each_step_is_made_at_its_rate(tmp_path):
     assert len(curve.rates) == len(curve.losses) == len(curve.smoothed) == len(seen)
 
 
+def test_layers_keep_their_share_of_the_rates(tmp_path):
+    step = make_step(tmp_path, optimizer="sgd", layer_decay=0.5)
+    seen = []
+    step.optimizer.step = lambda: seen.append([g["lr"] for g in step.optimizer.param_groups])
+    find_lr(step, make_loader(), WORLD, SHORT)
+    assert [max(rates) for rates in seen] == pytest.approx(SHORT.rates[: len(seen)])
+    assert all(min(rates) < 0.6 * max(rates) for rates in seen)
+
+
 def test_the_suggestion_trains_and_ten_times_less_trains_slower(tmp_path):
     curve = find_lr(make_step(tmp_path, optimizer="sgd"), make_loader(), WORLD, SHORT)
     assert curve.suggestion <= curve.lowest

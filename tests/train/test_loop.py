@@ -646,3 +646,45 @@ def test_metrics_lines_are_json_with_what_the_readme_names(tmp_path):
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert {"kind", "step", "epoch", "loss", "accuracy", "lr", "images_per_s"} < set(first)
     assert first["lr"] == pytest.approx(0.01)
+
+
+SMALL = "train.test_models:small"
+
+
+def test_fine_tuning_begins_with_a_checkpoint_and_trains_the_head_alone(tmp_path, capsys):
+    run(tmp_path / "a", model=SMALL, ema=0.9, drop_biases=True)
+    saved = load_checkpoint(tmp_path / "a" / "last.pt")
+    options = {"model": SMALL, "init": tmp_path / "a" / "last.pt", "freeze": "backbone"}
+    config = make_config(tmp_path / "b", epochs=1, **options)
+    other = make_data(config, mean=(9.0,) * 3, num_outputs=5)
+    train(config, other)
+    tuned = weights(tmp_path / "b")
+    head = {"model.5.weight", "model.5.bias"}
+    expected = {**saved["net"], **saved["ema"]}  # the averaged weights, as in scoring
+    changed = {name for name in expected if not torch.equal(tuned[name], expected[name])}
+    assert changed == head  # running statistics, mean and std stay, too
+    said = capsys.readouterr().err
+    assert "the head is new: 5.bias, 5.weight" in said
+    assert "--freeze backbone: 9 of 11 weight tensors are frozen, and 3 batch norms keep" in said
+    assert load_trained(tmp_path / "b" / "last.pt").model[5].out_features == 5
+
+
+def test_a_resumed_run_does_not_read_the_weights_it_began_with(tmp_path):
+    first = tmp_path / "first.pt"
+    torch.save(tiny(4).state_dict(), first)
+    whole = make_config(tmp_path / "whole", init=first)
+    train(whole, make_data(whole))
+    config = make_config(tmp_path / "cut", init=first)
+    with pytest.raises(Killed):
+        train(config, killed_after(make_data(config), 5))
+    first.unlink()
+    train(replace(config, resume=True), make_data(config))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert read_config(tmp_path / "cut" / "config.json").model.init == first
+
+
+def test_both_sources_of_weights_are_one_too_many(tmp_path):
+    with pytest.raises(UsageError, match=r"--pretrained and --init a\.pt both say where weights"):
+        make_config(tmp_path, pretrained=True, init="a.pt")
+    with pytest.raises(UsageError, match=r"--drop-path 1\.0 is out of range"):
+        make_config(tmp_path, drop_path=1.0)

@@ -2,7 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from h5feed.errors import UsageError
 from h5feed.train.config import OptimConfig
+from h5feed.train.models import Network, build_model
 from h5feed.train.optim import clip_gradients, make_optimizer, parameter_groups
 
 
@@ -107,3 +109,40 @@ def test_clipping_by_norm_and_by_value(model):
     assert gradients(model).max() == 1.5
     clip_gradients(model, OptimConfig(clip_norm=0.5))
     assert gradients(model).norm() == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet"])
+def test_layer_decay_gives_the_rates_of_timm(name):
+    factory = pytest.importorskip("timm.optim")
+    model = build_model(f"timm:{name}", 3)
+    expected = {}
+    for group in factory.param_groups_layer_decay(model, weight_decay=0.1, layer_decay=0.7):
+        expected |= {id(weight): group["lr_scale"] for weight in group["params"]}
+    config = OptimConfig(lr=0.5, layer_decay=0.7)
+    net = Network(model, (0,) * 3, (1,) * 3)
+    found = {}
+    for group in parameter_groups(net, config):
+        found |= {id(weight): group["lr"] / 0.5 for weight in group["params"]}
+    assert found == pytest.approx(expected)
+    assert len(set(found.values())) > 3
+    assert max(found.values()) == 1  # the head's
+
+
+def test_layer_decay_keeps_apart_what_decays(model):
+    groups = parameter_groups(model, OptimConfig(lr=0.5, weight_decay=0.1, layer_decay=0.5))
+    found = {
+        name: (group["lr"], group["weight_decay"])
+        for group in groups
+        for name, weight in model.named_parameters()
+        if any(weight is one for one in group["params"])
+    }
+    assert found == {
+        "0.weight": (0.25, 0.1), "0.bias": (0.25, 0.0), "1.weight": (0.25, 0.0),
+        "1.bias": (0.25, 0.0), "3.weight": (0.5, 0.1), "3.bias": (0.5, 0.0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5])
+def test_a_layer_decay_out_of_range_is_refused(value):
+    with pytest.raises(UsageError, match=f"--layer-decay {value} is too"):
+        OptimConfig(layer_decay=value)

@@ -122,3 +122,21 @@ def test_a_schedule_goes_to_any_step_at_once(schedule):
         ):
             assert (here["lr"], here["momentum"]) == (there["lr"], there["momentum"])
         assert jumped.get_last_lr() == walked.get_last_lr()
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "onecycle", "cyclic"])
+def test_layers_keep_their_share_of_the_rate(name):
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    opt = make_optimizer(model, OptimConfig(lr=0.1, layer_decay=0.5))
+    schedule = make_schedule(opt, ScheduleConfig(schedule=name), 0.1, 10)
+    highest = 0.0
+    for _ in range(9):
+        front, head = (
+            next(group["lr"] for group in opt.param_groups if weight is group["params"][0])
+            for weight in (model[0].weight, model[1].weight)
+        )
+        assert front == pytest.approx(0.5 * head)
+        highest = max(highest, head)
+        opt.step()
+        schedule.step()
+    assert highest == pytest.approx(0.1, rel=0.3)

@@ -121,7 +121,7 @@ def _run(trial: Trial, config: TrainConfig, target: float) -> dict[str, Any]:
     step, world = trial.step, trial.world
     data = open_data(config, world)
     loader = data.train_loader(data.size)
-    fresh, _ = build_network(config, data)
+    fresh = build_network(config, data).net
     history: list[tuple[int, float, float]] = []
     with kept(step, world):
         _wait(trial)

@@ -20,6 +20,7 @@ __all__ = [
     "Stateful",
     "capture",
     "load_checkpoint",
+    "read_saved",
     "restore",
     "save_checkpoint",
 ]
@@ -102,17 +103,26 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     were saved.
     """
     try:
-        _check_bytes(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_saved(path)
     except FileNotFoundError as ex:
         raise UsageError(f"--resume finds no checkpoint {path}: leave --resume out") from ex
-    except UsageError:
-        raise
-    except Exception as ex:  # torch.load raises RuntimeError, pickle's, zipfile's and more
-        raise UsageError(f"{path} cannot be read as a checkpoint: {ex}") from ex
     if not isinstance(state, dict) or "progress" not in state:
         raise UsageError(f"{path} is not a checkpoint of train-h5")
     return state
+
+
+def read_saved(path: Path) -> Any:
+    """Read what torch saved onto the CPU, as data: nothing in it is executed.
+
+    Raises FileNotFoundError, and UsageError where it is not what torch saved.
+    """
+    try:
+        _check_bytes(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, UsageError):
+        raise
+    except Exception as ex:  # torch.load raises RuntimeError, pickle's, zipfile's and more
+        raise UsageError(f"{path} cannot be read as a checkpoint: {ex}") from ex
 
 
 def _check_bytes(path: Path) -> None:

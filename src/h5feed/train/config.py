@@ -50,10 +50,31 @@ class ModelConfig:
     model: str = "resnet18"
     """resnet9 (for 32 px), resnet9-small (a sixteenth of its work), resnet18, unet,
     torchvision:NAME, timm:NAME, or module:function, called with the number of outputs."""
+    pretrained: bool = False
+    """Begin with the weights that torchvision or timm has for the model, normalize with the mean
+    and std that belong to them, and make a new head where the classes are others."""
+    init: Path | None = None
+    """Begin with the weights of a checkpoint of train-h5 or of a state_dict (.pt, .safetensors); a
+    head of another size stays new."""
+    freeze: str = ""
+    """Layers that are not trained: a number of them from the input, beginnings of weights' names
+    (layer1,layer2), or backbone (all but the head). Batch norms in them keep their statistics."""
+    drop_path: float | None = None
+    """Stochastic depth (Huang et al. 2016): rate at which the last block is left out, less for
+    those before it. By default as the model comes."""
     drop_biases: bool = False
     """Drop the bias of each layer that a batch norm follows: the norm subtracts it again."""
     checkpoint: bool = False
     """Gradient checkpointing: keep only each block's input, and compute the rest twice."""
+
+    def __post_init__(self) -> None:
+        if self.drop_path is not None:
+            below_one(self, "drop_path")
+        if self.pretrained and self.init is not None:
+            raise UsageError(
+                f"--pretrained and --init {self.init} both say where weights come from: leave one "
+                "of them out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +174,9 @@ class OptimConfig:
     weight_decay: float | None = None
     """Decoupled for adamw and lamb, L2 for sgd and lars, added to the normalized gradient by
     novograd. By default 0.05 (adamw), 0.01 (lamb), 5e-4 (sgd), 1e-4 (lars), 1e-3 (novograd)."""
+    layer_decay: float = 1.0
+    """What the rate is multiplied by from each layer to the one before it, the head having the
+    whole (BEiT, arXiv:2106.08254); 1 turns it off. Common for fine-tuning: 0.65 to 0.9."""
     decay_norms: bool = False
     """Let weight decay act on norms, biases, class tokens and position embeddings as well (He et
     al. 2019 leave them out), and on what a model's own no_weight_decay() names."""
@@ -169,6 +193,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         above_zero(self, "lr")
         at_least(self, 1, "lr_batch")
+        above_zero(self, "layer_decay")
+        if self.layer_decay > 1:
+            raise UsageError(
+                f"--layer-decay {self.layer_decay} is too large: 1 turns it off, and less lets "
+                "layers near the input learn slower"
+            )
         below_one(self, "momentum")
         at_least(self, 0, "clip_norm", "clip_value")
         if self.weight_decay is not None:

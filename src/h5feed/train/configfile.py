@@ -21,9 +21,10 @@ def write_config(config: TrainConfig, path: Path) -> None:
     So the run can be gone on with from another working directory.
     """
     values = asdict(config)
-    for name in ("train", "val", "out"):
-        if values[name] is not None:
-            values[name] = os.path.abspath(values[name])
+    model = values["model"]
+    for tree, name in ((values, "train"), (values, "val"), (values, "out"), (model, "init")):
+        if tree[name] is not None:
+            tree[name] = os.path.abspath(tree[name])
     with replaced(path) as file:
         file.write((json.dumps(values, indent=2) + "\n").encode())
 

@@ -89,12 +89,14 @@ class _Rising:
 
     def __init__(self, optimizer: Optimizer, rates: Sequence[float]) -> None:
         self._optimizer, self._rates = optimizer, iter(rates)
+        own = [group["lr"] for group in optimizer.param_groups]
+        self._shares = [lr / max(own) for lr in own]  # smaller ones come of --layer-decay
         self.step()
 
     def step(self) -> None:
         self._rate = next(self._rates, math.nan)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate
+        for group, share in zip(self._optimizer.param_groups, self._shares, strict=True):
+            group["lr"] = self._rate * share
 
     def get_last_lr(self) -> list[float]:
         return [self._rate]

@@ -9,6 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from h5feed.train.config import OptimConfig
 from h5feed.train.large_batch import LAMB, LARS, NovoGrad
+from h5feed.train.models import parameter_layers
 
 __all__ = ["clip_gradients", "make_optimizer", "parameter_groups"]
 
@@ -40,26 +41,46 @@ pull tokens, positions and scales to 0 (Dosovitskiy et al. 2021; Liu et al. 2021
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Two groups: matrices and filters, which decay, and all other weights, which do not.
+    """Group weights: matrices and filters, which decay, and all others, which do not.
 
     Norms' weights and all biases are the parameters of at most one dimension (He et al. 2019,
     arXiv:1812.01187, section 3.1). Tokens, position embeddings and bias tables are known by
-    their names, and by `no_weight_decay()`, by which timm's models name them.
+    their names, and by `no_weight_decay()`, by which timm's models name them. With --layer-decay
+    each layer has two groups of its own, whose "lr" is its own.
     """
     spared_names = _names_spared_by_models(model)
-    decayed: list[Tensor] = []
-    spared: list[Tensor] = []
+    scales = _rate_scales(model, config.layer_decay)
+    groups: dict[tuple[float, bool], list[Tensor]] = {}
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
             continue
         is_matrix = weight.ndim > 1 and not _NEVER_DECAYED.search(name)
         decays = config.decay_norms or (is_matrix and name not in spared_names)
-        (decayed if decays else spared).append(weight)
-    groups = [
-        {"params": decayed, "weight_decay": config.decay},
-        {"params": spared, "weight_decay": 0.0},
+        groups.setdefault((scales.get(name, 1.0), decays), []).append(weight)
+    return [
+        {
+            "params": groups[scale, decays],
+            "weight_decay": config.decay if decays else 0.0,
+            "lr": config.lr * scale,
+        }
+        for scale, decays in sorted(groups, reverse=True)
     ]
-    return [group for group in groups if group["params"]]
+
+
+def _rate_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """What each parameter's rate is multiplied by: layer_decay to the power of its depth.
+
+    1 for the head, and with n layers layer_decay ** (n - 1) for the stem (Bao et al. 2021,
+    arXiv:2106.08254, as timm counts).
+    """
+    if layer_decay == 1:
+        return {}
+    layers = parameter_layers(model)
+    return {
+        name: layer_decay ** (len(layers) - 1 - depth)
+        for depth, layer in enumerate(layers)
+        for name in layer
+    }
 
 
 def _names_spared_by_models(model: nn.Module) -> set[str]:

@@ -47,6 +47,7 @@ class Saver:
     ) -> None:
         """`facts` are saved as they are: what it takes to build the network again."""
         self._recipe = {name: value for name, value in asdict(config).items() if name in _RECIPE}
+        del self._recipe["model"]["init"]  # a resumed run has its weights
         self._out, self._world = config.out, world
         self._keep_last = config.debug.keep_last
         self._parts, self._facts = parts, facts

@@ -18,22 +18,23 @@ def make_schedule(
 ) -> LRScheduler:
     """Return the schedule, to be stepped once after each of `total_steps` optimizer steps.
 
-    `lr` is its highest rate. onecycle and cyclic are torch's own (OneCycleLR, CyclicLR) and
-    move the momentum against the rate, as their papers do, around the optimizer's own; the
-    others multiply `lr`.
+    `lr` is its highest rate; groups with a smaller share of it (--layer-decay) keep that share.
+    onecycle and cyclic are torch's own (OneCycleLR, CyclicLR) and move the momentum against the
+    rate, as their papers do, around the optimizer's own; the others multiply `lr`.
     """
+    rates = [lr * (group["lr"] / optimizer.defaults["lr"]) for group in optimizer.param_groups]
     if config.schedule == "onecycle":
         total = max(total_steps, 4)
         climb = min(max(config.climb, 2 / total), 1 - 2 / total)  # torch divides by either's steps
         return OneCycleLR(
-            optimizer, max_lr=lr, total_steps=total, pct_start=climb, **_momenta(optimizer)
+            optimizer, max_lr=rates, total_steps=total, pct_start=climb, **_momenta(optimizer)
         )
     if config.schedule == "cyclic":
         half = max(1, total_steps // (2 * config.cycles))
         return CyclicLR(
             optimizer,
-            base_lr=lr / 25,  # OneCycleLR's div_factor
-            max_lr=lr,
+            base_lr=[rate / 25 for rate in rates],  # OneCycleLR's div_factor
+            max_lr=rates,
             step_size_up=half,
             mode="triangular2",
             **_momenta(optimizer),

@@ -4,7 +4,7 @@ channels_last is PyTorch's tutorial "Channels Last Memory Format"; torch.compile
 2024 (doi:10.1145/3620665.3640366).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,12 +17,22 @@ from h5feed.errors import H5FeedError, UsageError
 from h5feed.system import is_out_of_memory
 from h5feed.train.checkpoint import RandomState
 from h5feed.train.compiled import check_backend
-from h5feed.train.config import TrainConfig
+from h5feed.train.config import ModelConfig, TrainConfig
 from h5feed.train.data import Data
 from h5feed.train.distributed import World
 from h5feed.train.ema import Ema
 from h5feed.train.epochs import EpochLoaders, picture_size
-from h5feed.train.models import Network, build_model
+from h5feed.train.models import (
+    Network,
+    Weights,
+    build_model,
+    fit_weights,
+    freeze,
+    frozen_norms,
+    head_names,
+    pretrained_weights,
+    read_weights,
+)
 from h5feed.train.optim import make_optimizer
 from h5feed.train.precision import make_autocast, make_scaler
 from h5feed.train.recompute import checkpoint_blocks
@@ -33,7 +43,15 @@ from h5feed.train.step import TrainStep
 from h5feed.train.surgery import drop_biases
 from h5feed.train.tasks import Task, make_task
 
-__all__ = ["Run", "build_network", "build_step", "choose_task", "memory_errors_in_words", "prepare"]
+__all__ = [
+    "BuiltNetwork",
+    "Run",
+    "build_network",
+    "build_step",
+    "choose_task",
+    "memory_errors_in_words",
+    "prepare",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +80,14 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
     loaders = EpochLoaders(data.train_loader, size_of)
     steps_per_epoch = len(loaders) // config.speed.accumulate
     total = steps_per_epoch * config.epochs
-    net, dropped = build_network(config, data)
-    step = build_step(config, net, task, world, precision, total)
+    built = build_network(config, data, fresh=not config.resume)
+    step = build_step(config, built.net, task, world, precision, total)
     parts = {"loaders": loaders, **step.stateful(), "random": RandomState(world)}
     del parts["schedule"]  # a function of the step, which --epochs may stretch
     facts: dict[str, Any] = {
         "model": config.model.model,
         "num_outputs": data.num_outputs,
-        "dropped_biases": dropped,
+        "dropped_biases": built.dropped_biases,
         "steps_per_epoch": steps_per_epoch,
     }
     saver = Saver(config, world, parts, facts)
@@ -84,10 +102,8 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
         )
     go_to_step(step.schedule, step.count)
     recorder = Recorder(config, task, world, done=step.count, total=total, best=progress["best"])
-    if dropped:
-        recorder.say(
-            f"dropped {len(dropped)} biases that a batch norm follows: {', '.join(dropped)}"
-        )
+    for note in built.notes:
+        recorder.say(note)
     return Run(
         config=config,
         data=data,
@@ -136,15 +152,61 @@ def _check(config: TrainConfig, data: Data, task: Task) -> None:
         )
 
 
-def build_network(config: TrainConfig, data: Data) -> tuple[Network, list[str]]:
-    """Build the network on the CPU, from the seed; returns the layers that lost their bias too."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltNetwork:
+    """A network, on the CPU, and what was done to it that its name does not say."""
+
+    net: Network
+    dropped_biases: list[str]
+    """Layers that lost their bias."""
+    notes: list[str]
+    """One sentence each, for people."""
+
+
+def build_network(config: TrainConfig, data: Data, *, fresh: bool = True) -> BuiltNetwork:
+    """Build the network on the CPU, from the seed and the weights that it begins with.
+
+    Those are left out unless it is `fresh`: a resumed run has its own. H5FeedError where they
+    cannot be had, UsageError where they do not fit.
+    """
+    wanted, outputs = config.model, data.num_outputs
     torch.manual_seed(config.seed)
-    model = build_model(config.model.model, data.num_outputs)
-    example = torch.randn(2, 3, data.size, data.size)
-    dropped = drop_biases(model, example) if config.model.drop_biases else []
-    if config.model.checkpoint:
+    model = build_model(wanted.model, outputs, drop_path=wanted.drop_path)
+    dropped: list[str] = []
+    notes: list[str] = []
+    mean: Sequence[float] = data.mean
+    std: Sequence[float] = data.std
+    head: frozenset[str] = frozenset()
+    if wanted.pretrained or wanted.init is not None or wanted.freeze:
+        head = head_names(wanted.model, outputs, model)
+    weights = _first_weights(wanted, outputs, fresh=fresh)
+    if weights is not None:
+        notes.append(fit_weights(model, weights, head))
+        dropped += weights.dropped_biases
+        mean, std = weights.mean or mean, weights.std or std
+    if wanted.drop_biases:
+        dropped += drop_biases(model, torch.randn(2, 3, data.size, data.size))
+    if dropped:
+        notes.append(
+            f"dropped {len(dropped)} biases that a batch norm follows: {', '.join(dropped)}"
+        )
+    net = Network(model, mean, std)
+    if wanted.freeze:
+        frozen = freeze(model, wanted.freeze, head)
+        net.keep_in_eval_mode(frozen_norms(model))
+        notes.append(
+            f"--freeze {wanted.freeze}: {len(frozen)} of {len(list(model.parameters()))} weight "
+            f"tensors are frozen, and {len(net.frozen_norms)} batch norms keep their statistics"
+        )
+    if wanted.checkpoint:
         checkpoint_blocks(model)
-    return Network(model, data.mean, data.std), dropped
+    return BuiltNetwork(net=net, dropped_biases=dropped, notes=notes)
+
+
+def _first_weights(wanted: ModelConfig, outputs: int, *, fresh: bool) -> Weights | None:
+    if wanted.init is not None and fresh:
+        return read_weights(wanted.init)
+    return pretrained_weights(wanted.model, outputs) if wanted.pretrained and fresh else None
 
 
 def build_step(

@@ -51,7 +51,7 @@ class TrainStep:
     count: int = 0
     """Optimizer steps done."""
     lr: float = 0.0
-    """Learning rate of the last of them."""
+    """Learning rate of the last of them; of the head, with --layer-decay."""
 
     def __call__(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
         """Take `--accumulate` parts from `batches`, and make one step of the mean gradient.
@@ -99,7 +99,7 @@ class TrainStep:
         if optim.clip_norm or optim.clip_value:
             self.scaler.unscale_(self.optimizer)
             clip_gradients(self.net, optim)
-        self.lr = float(self.schedule.get_last_lr()[0])
+        self.lr = float(max(self.schedule.get_last_lr()))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.schedule.step()

@@ -50,7 +50,7 @@ def open_trial(
         precision = choose_precision(config.speed, world.device)
         data = data or open_data(config, world)
         with backends(precision, cudnn_benchmark=config.speed.cudnn_benchmark):
-            net, _ = build_network(config, data)
+            net = build_network(config, data).net
             step = build_step(config, net, choose_task(config, data), world, precision, steps)
             yield Trial(config=config, data=data, world=world, step=step)
 
