@@ -15,7 +15,12 @@ from h5feed.train.saver import Terminated
 
 __all__ = ["main"]
 
-_TOOLS = {"ablate": "ablate", "find-lr": "find_lr", "find-batch": "find_batch"}
+_TOOLS = {
+    "ablate": "ablate",
+    "export": "export",
+    "find-batch": "find_batch",
+    "find-lr": "find_lr",
+}
 """First words that name another command, and the module of each."""
 
 
@@ -29,7 +34,7 @@ class _Command(RunOptions):
     Several GPUs: --gpus N, or torchrun --nproc-per-node N -m h5feed.cli.train TRAIN ...
 
     Before the first run: train-h5 find-lr and train-h5 find-batch. What each speed-up is worth:
-    train-h5 ablate. Each has a --help of its own.
+    train-h5 ablate. For other programs: train-h5 export. Each has a --help of its own.
     """
 
     json: bool = False

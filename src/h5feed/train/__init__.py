@@ -3,18 +3,20 @@
 from h5feed.train.config import TrainConfig
 from h5feed.train.configfile import read_config, write_config
 from h5feed.train.data import Data, Loader
+from h5feed.train.export import Exported, export, load_trained
 from h5feed.train.loop import train
 from h5feed.train.recorder import LossError, Summary
 from h5feed.train.tasks import Task
-from h5feed.train.trained import load_trained
 
 __all__ = [
     "Data",
+    "Exported",
     "Loader",
     "LossError",
     "Summary",
     "Task",
     "TrainConfig",
+    "export",
     "load_trained",
     "read_config",
     "train",

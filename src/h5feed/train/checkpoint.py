@@ -96,16 +96,18 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         ) from ex
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, asked: str = "--resume") -> dict[str, Any]:
     """Read a checkpoint onto the CPU, as data: nothing in it is executed.
 
-    Raises UsageError when there is none, when it cannot be read, or when it is not the bytes that
-    were saved.
+    `asked` names what asked for it. Raises UsageError when there is none, when it cannot be read,
+    or when it is not the bytes that were saved.
     """
     try:
         state = read_saved(path)
     except FileNotFoundError as ex:
-        raise UsageError(f"--resume finds no checkpoint {path}: leave --resume out") from ex
+        if asked == "--resume":
+            raise UsageError(f"--resume finds no checkpoint {path}: leave --resume out") from ex
+        raise UsageError(f"{asked} {path} does not exist: name a run's best.pt or last.pt") from ex
     if not isinstance(state, dict) or "progress" not in state:
         raise UsageError(f"{path} is not a checkpoint of train-h5")
     return state

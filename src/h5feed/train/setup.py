@@ -87,6 +87,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
     facts: dict[str, Any] = {
         "model": config.model.model,
         "num_outputs": data.num_outputs,
+        "size": data.size,
         "dropped_biases": built.dropped_biases,
         "steps_per_epoch": steps_per_epoch,
     }
