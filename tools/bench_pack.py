@@ -29,7 +29,7 @@ import torch
 import h5feed.packing
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import PackOptions, field_specs
-from h5feed.packing.sizing import fit_image
+from h5feed.packing.resize import fit_image
 from h5feed.packing.sources import open_source
 from h5feed.store.layout import FieldSpec
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-__all__ = ["counted", "counted_labels", "printable", "printable_json", "say"]
+__all__ = ["counted", "counted_labels", "in_bytes", "printable", "printable_json", "say"]
 
 _LISTED = 20
 
@@ -51,3 +51,11 @@ def counted_labels(classes: int, targets: Sequence[str]) -> str:
         return counted(classes, "class", "classes") if classes else "no classes"
     names = [printable(name) for name in targets[:_LISTED]] + ["…"] * (len(targets) > _LISTED)
     return f"{counted(len(targets), 'target')} ({', '.join(names)})"
+
+
+def in_bytes(number: int) -> str:
+    """Return a number of bytes as people say it: 98.4 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import blocks, journal, pack
+from h5feed.packing import journal, pack, workers
 from h5feed.packing.output import OutputPaths
 from packing.folders import make_folder, make_masks, names, sha256
 
@@ -54,7 +54,7 @@ class FailingDisk:
 @pytest.fixture
 def few(tmp_path, monkeypatch):
     """Options for eight images with masks, in blocks of two."""
-    monkeypatch.setattr(blocks, "_MOST", 2)
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 2)
     # One sync, at the end, so that the calls come in the same order every time.
     monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 1e9)
     folder = make_folder(tmp_path / "few", per_class=4, broken=(3,))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import blocks, encode, journal, ledger, pack, run
+from h5feed.packing import encode, journal, output, pack, run, workers
 from h5feed.packing.output import OutputPaths
 from h5feed.store.check import check_file
 from packing.folders import make_folder, make_image, make_masks, names, sha256
@@ -26,7 +26,7 @@ KILLS = 20
 @pytest.fixture
 def _small_steps(monkeypatch):
     """Blocks of a few images, saved without a pause: much to go wrong in a short run."""
-    monkeypatch.setattr(blocks, "_MOST", 4)
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 4)
     monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 0.0)
 
 
@@ -71,15 +71,15 @@ def wait_until(true):
 
 def stop_after(monkeypatch, count):
     """Let packing in this process fail as a full disk would, after `count` blocks."""
-    write, left = blocks.PayloadFiles.write, iter(range(count))
+    write, left = output.PayloadFiles.write, iter(range(count))
 
     def limited(self, *args):
         if next(left, None) is None:
             raise OSError(28, "No space left on device")
         write(self, *args)
 
-    monkeypatch.setattr(blocks.PayloadFiles, "write", limited)
-    return lambda: monkeypatch.setattr(blocks.PayloadFiles, "write", write)
+    monkeypatch.setattr(output.PayloadFiles, "write", limited)
+    return lambda: monkeypatch.setattr(output.PayloadFiles, "write", write)
 
 
 def interrupt(monkeypatch, folder, out, count, **options):
@@ -177,17 +177,17 @@ def test_death_at_the_last_rename(folder, out, encoded, monkeypatch, when):
     pack(folder, out, size=SIZE, workers=0)
     expected = sha256(out)
     out.unlink()
-    finalize = ledger.finalize
+    finalize = output.finalize
 
     def die(*args, **kwargs):
         if when == "after":
             finalize(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(ledger, "finalize", die)
+    monkeypatch.setattr(output, "finalize", die)
     os.waitpid(in_child(lambda: pack(folder, out, size=SIZE, workers=2)), 0)
     assert out.exists() == (when == "after")
-    monkeypatch.setattr(ledger, "finalize", finalize)
+    monkeypatch.setattr(output, "finalize", finalize)
     encoded.clear()
     summary = pack(folder, out, size=SIZE, workers=0, resume=True)
     assert summary.resumed == 24
@@ -228,7 +228,7 @@ def test_changed_options_do_not_resume(folder, out, monkeypatch):
 @pytest.mark.usefixtures("_small_steps")
 def test_other_versions_do_not_resume(folder, out, monkeypatch):
     interrupt(monkeypatch, folder, out, 3)
-    now = ledger.versions()
+    now = output.versions()
     monkeypatch.setattr(run, "versions", lambda: now | {"torch": "99"})
     with pytest.raises(PackError, match=r"torch was '.*' and is '99'"):
         pack(folder, out, size=SIZE, workers=0, resume=True)
@@ -415,7 +415,7 @@ def forge(entries, random):
 def interrupted(folder, out, monkeypatch):
     """A run that was interrupted; return what it left (bytes by path), and the whole file's SHA."""
     make_folder(folder, broken=(2, 9))
-    monkeypatch.setattr(blocks, "_MOST", 4)
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 4)
     options = {"fit": "pad", "store": "jpeg"}
     pack(folder, out, size=SIZE, workers=0, **options)
     expected = sha256(out)

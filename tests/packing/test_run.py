@@ -21,11 +21,11 @@ from PIL import Image, ImageFile
 
 from h5feed.errors import PackError, UsageError
 from h5feed.feed.facts import file_facts
-from h5feed.packing import PackOptions, blocks, encode, journal, ledger, output, pack, run, workers
+from h5feed.packing import PackOptions, encode, journal, output, pack, run, workers
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
 from h5feed.packing.output import OutputPaths
-from h5feed.packing.sizing import fit_image
+from h5feed.packing.resize import fit_image
 from h5feed.packing.sources import open_source
 from h5feed.packing.workers import pack_here
 from h5feed.store.check import check_file
@@ -71,7 +71,7 @@ def test_bytes_do_not_depend_on_the_workers(folder, out, count, monkeypatch):
     make_folder(folder, broken=(3, 4, 13))
     pack(folder, out, size=SIZE, workers=0)
     expected = sha256(out)
-    monkeypatch.setattr(blocks, "_MOST", 3)
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 3)
     pack(folder, out, size=SIZE, workers=count, overwrite=True)
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
@@ -187,7 +187,7 @@ def test_provenance_says_what_made_the_file_and_nothing_of_the_run(folder, out, 
 def test_more_skips_than_provenance_holds_are_counted(folder, out, monkeypatch):
     """A file whose provenance is too long is one that nobody can open."""
     make_folder(folder, broken=(5, 6, 7))
-    monkeypatch.setattr(ledger, "_SKIPPED_CHARACTERS", 60)
+    monkeypatch.setattr(output, "_SKIPPED_CHARACTERS", 60)
     summary = pack(folder, out, size=SIZE, workers=0)
     said = provenance(out)
     assert said["counts"]["skipped"] == {"truncated": 3}
@@ -494,7 +494,7 @@ def test_a_full_disk_leaves_what_can_be_resumed(folder, out, monkeypatch):
     """The file-size limit gives EFBIG where a full disk gives ENOSPC, at the same call."""
     pack(folder, out, size=SIZE, workers=0)
     expected = sha256(out)
-    monkeypatch.setattr(blocks, "_MOST", 2)
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
@@ -546,7 +546,7 @@ def test_a_system_that_cannot_write_at_a_position_is_refused_at_once(folder, out
 
 def test_workers_keep_no_pipe_of_their_siblings(folder, out, monkeypatch):
     """A worker that held another end of its own pipe would never see the coordinator go."""
-    work = workers._work
+    work = workers._serve_tasks
 
     def count_sockets(*args):
         handles = Path("/proc/self/fd")
@@ -555,7 +555,7 @@ def test_workers_keep_no_pipe_of_their_siblings(folder, out, monkeypatch):
         (folder.parent / f"sockets{os.getpid()}").write_text(str(sockets))
         work(*args)
 
-    monkeypatch.setattr(workers, "_work", count_sockets)
+    monkeypatch.setattr(workers, "_serve_tasks", count_sockets)
     before = sum(
         os.readlink(path).startswith("socket:")
         for path in Path("/proc/self/fd").iterdir()
@@ -567,7 +567,7 @@ def test_workers_keep_no_pipe_of_their_siblings(folder, out, monkeypatch):
 
 
 def test_workers_have_one_thread_each_and_leave_ctrl_c_alone(folder, out, monkeypatch):
-    work = workers._work
+    work = workers._serve_tasks
 
     def look(*args):
         ignores = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -575,7 +575,7 @@ def test_workers_have_one_thread_each_and_leave_ctrl_c_alone(folder, out, monkey
         (folder.parent / f"seen{os.getpid()}").write_text(said)
         work(*args)
 
-    monkeypatch.setattr(workers, "_work", look)
+    monkeypatch.setattr(workers, "_serve_tasks", look)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -617,7 +617,7 @@ def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkey
         done.append(0)
         return whole(*args, **options)
 
-    monkeypatch.setattr(blocks, "_MOST", 2)
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 2)
     with monkeypatch.context() as short:
         short.setattr(encode, at, run_out)
         with pytest.raises(PackError) as caught:

@@ -7,7 +7,7 @@ import pytest
 
 from h5feed import progress
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import folders
+from h5feed.packing import sources
 from h5feed.packing.sources import open_source
 
 SAMPLES = Path(__file__).parents[2] / "data_samples"
@@ -272,7 +272,7 @@ def test_class_folders_take_under_100_bytes_an_item(tmp_path, monkeypatch):
         name = Path(top).name
         yield top, [], [f"{name}_{number:05d}.JPEG" for number in range(1000)]
 
-    monkeypatch.setattr(folders.os, "walk", walk)
+    monkeypatch.setattr(sources.os, "walk", walk)
     assert bytes_per_item(lambda: open_source(tmp_path)) < 100
 
 
@@ -291,7 +291,7 @@ def test_a_flat_folder_takes_about_100_bytes_an_item(tmp_path, monkeypatch):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(folders.os, "scandir", lambda folder: Entries())
+    monkeypatch.setattr(sources.os, "scandir", lambda folder: Entries())
     assert bytes_per_item(lambda: open_source(tmp_path)) < 100 + len("ILSVRC2012_val_00000000.JPEG")
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from h5feed.packing.summary import describe_fit
+from h5feed.packing.run import describe_fit
 from packed import image_spec
 
 

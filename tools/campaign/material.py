@@ -19,7 +19,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from h5feed.cli import pack
-from h5feed.packing import blocks, journal
+from h5feed.packing import journal, workers
 
 __all__ = [
     "Kind",
@@ -138,7 +138,10 @@ def make_image(height: int, width: int, seed: int) -> Image.Image:
 
 def small_steps() -> None:
     """Make blocks of a few images, saved without a pause: much can go wrong in a short run."""
-    for module, name, value in ((blocks, "_MOST", 3), (journal, "_SECONDS_BETWEEN_SYNCS", 0.0)):
+    for module, name, value in (
+        (workers, "_MOST_IMAGES", 3),
+        (journal, "_SECONDS_BETWEEN_SYNCS", 0.0),
+    ):
         if not hasattr(module, name):
             raise SystemExit(
                 f"campaign: {module.__name__} has no {name} any more: mend small_steps"

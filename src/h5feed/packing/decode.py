@@ -40,8 +40,8 @@ from PIL import (
 
 from h5feed.errors import H5FeedError
 from h5feed.jpeg import MAX_PIXELS, decode_jpeg, orient, pixels_in_bands, read_header
-from h5feed.packing.summary import in_bytes
 from h5feed.system import is_out_of_memory
+from h5feed.text import in_bytes
 
 __all__ = [
     "BYTES_PER_PIXEL",

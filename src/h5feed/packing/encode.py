@@ -12,15 +12,14 @@ import numpy.typing as npt
 
 from h5feed.errors import PackError
 from h5feed.jpeg import MAX_JPEG_SIDE, encode_jpeg, rgb_to_nv12
-from h5feed.packing.dataset_source import DatasetSource
 from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb, read_file
 from h5feed.packing.options import PackOptions
-from h5feed.packing.sizing import Box, fit_image, fit_mask
-from h5feed.packing.sources import Source
+from h5feed.packing.resize import Box, fit_image, fit_mask
+from h5feed.packing.sources import DatasetSource, Source
 from h5feed.store.layout import FieldSpec
 from h5feed.system import is_out_of_memory
 
-__all__ = ["Job", "Payload", "Record", "Skip", "encode_block", "field_sizes", "row_type"]
+__all__ = ["BlockResult", "Job", "Payload", "Skip", "encode_block", "field_sizes", "row_type"]
 
 Pixels = npt.NDArray[np.uint8]
 Payload = bytes | memoryview
@@ -55,7 +54,7 @@ class Skip(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class BlockResult:
     """What is to be known of the images `start` ≤ index < `stop`, apart from their pixels."""
 
     start: int
@@ -103,7 +102,7 @@ def field_sizes(spec: FieldSpec, rows: npt.NDArray[np.void]) -> npt.NDArray[np.i
 
 def encode_block(
     job: Job, start: int, stop: int, skips_left: int, current: Any = None
-) -> tuple[Record, list[list[Payload]]]:
+) -> tuple[BlockResult, list[list[Payload]]]:
     """Encode images `start` to `stop`; return what is known of them and each field's payloads.
 
     One skip more than `skips_left` ends the block there: the run will stop at that image.
@@ -134,7 +133,7 @@ def encode_block(
                 raise PackError(f"cannot read {job.name(index)}: {ex.strerror}") from ex
             skips.append(Skip(index, "cannot be read", ex.strerror or str(ex)))
     payloads = [[item.payloads[k] for _, item in items] for k in range(len(job.specs))]
-    record = Record(
+    result = BlockResult(
         start=start,
         stop=stop,
         rows=_rows(job.specs, items),
@@ -142,7 +141,7 @@ def encode_block(
         sizes=tuple(sum(map(len, field)) for field in payloads),
         source_bytes=sum(item.source_bytes for _, item in items),
     )
-    return record, payloads
+    return result, payloads
 
 
 def _encode(job: Job, index: int) -> _Item:

@@ -30,7 +30,7 @@ from h5feed.disk import (
     write_at,
 )
 from h5feed.errors import PackError
-from h5feed.packing.encode import Record, Skip, field_sizes, row_type
+from h5feed.packing.encode import BlockResult, Skip, field_sizes, row_type
 from h5feed.packing.output import OutputPaths
 from h5feed.progress import Progress
 from h5feed.store.layout import FieldSpec
@@ -41,7 +41,7 @@ __all__ = [
     "Header",
     "Journal",
     "JournalWriter",
-    "intact_records",
+    "intact_blocks",
     "lock",
 ]
 
@@ -96,6 +96,11 @@ class Journal:
         self.stop = 0
         """All images before this one are safe."""
 
+    @property
+    def payloads(self) -> tuple[Path, ...]:
+        """The files whose pixels the journal speaks of."""
+        return self._paths.payloads(self._specs)
+
     def begin(self, header: Header) -> None:
         """Write the header of a new journal, in place of what there is; raises OSError."""
         with naming(self._paths.journal):
@@ -104,7 +109,7 @@ class Journal:
         self._append(json.dumps({"journal": _VERSION, **asdict(header)}).encode(), b"")
         self._sync()
 
-    def read(self, header: Header) -> list[Record] | None:
+    def read(self, header: Header) -> list[BlockResult] | None:
         """Return the entries of an earlier run, or None where it had not really begun.
 
         Raises PackError where source, options or versions are not what they were, and where
@@ -125,37 +130,37 @@ class Journal:
                 f"{self._paths.journal} cannot be resumed: {'; '.join(said)}. Give what it was "
                 "begun with, or --overwrite to begin anew"
             )
-        records: list[Record] = []
+        blocks: list[BlockResult] = []
         for end, text, rows in frames:
             self._ends.append(end)
-            start = records[-1].stop if records else 0
+            start = blocks[-1].stop if blocks else 0
             try:
-                records.append(_parse_record(text, rows, start, header.count, self._specs))
+                blocks.append(_parse_block(text, rows, start, header.count, self._specs))
             except (LookupError, TypeError, ValueError, RecursionError) as ex:
                 raise self._refuse(f"has an entry behind image {start:,} without sense") from ex
-        self.cut(records)
-        return records
+        self.cut(blocks)
+        return blocks
 
-    def cut(self, records: Sequence[Record]) -> None:
+    def cut(self, blocks: Sequence[BlockResult]) -> None:
         """Go on behind these, the first of the entries that were read; the others are gone."""
-        self._end = self._ends[len(records)]
-        self.stop = records[-1].stop if records else 0
+        self._end = self._ends[len(blocks)]
+        self.stop = blocks[-1].stop if blocks else 0
         with naming(self._paths.journal):
             os.ftruncate(self._handle, self._end)
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, blocks: Sequence[BlockResult]) -> None:
         """Add entries and sync them; what they speak of must be on the disk already."""
-        for record in records:
+        for block in blocks:
             facts = {
-                "start": record.start,
-                "stop": record.stop,
-                "skips": record.skips,
-                "sizes": record.sizes,
-                "source_bytes": record.source_bytes,
+                "start": block.start,
+                "stop": block.stop,
+                "skips": block.skips,
+                "sizes": block.sizes,
+                "source_bytes": block.source_bytes,
             }
-            self._append(json.dumps(facts).encode(), record.rows.tobytes())
+            self._append(json.dumps(facts).encode(), block.rows.tobytes())
         self._sync()
-        self.stop = records[-1].stop
+        self.stop = blocks[-1].stop
 
     def _append(self, text: bytes, rows: bytes) -> None:
         check = zlib.crc32(rows, zlib.crc32(text))
@@ -210,15 +215,15 @@ def _parse_header(text: bytes) -> Header:
     return header
 
 
-def _parse_record(
+def _parse_block(
     text: bytes, rows: bytes, start: int, count: int, specs: Sequence[FieldSpec]
-) -> Record:
+) -> BlockResult:
     """Return the entry that begins with image `start` of `count`.
 
     Raises KeyError, TypeError or ValueError for what `append` would not have written.
     """
     facts = json.loads(text)
-    record = Record(
+    block = BlockResult(
         start=facts["start"],
         stop=facts["stop"],
         rows=np.frombuffer(rows, row_type(specs)),
@@ -226,24 +231,24 @@ def _parse_record(
         sizes=tuple(facts["sizes"]),
         source_bytes=facts["source_bytes"],
     )
-    numbers = [record.start, record.stop, record.source_bytes, *record.sizes]
-    numbers += [skip.item for skip in record.skips]
-    texts = [text for skip in record.skips for text in (skip.reason, skip.detail)]
+    numbers = [block.start, block.stop, block.source_bytes, *block.sizes]
+    numbers += [skip.item for skip in block.skips]
+    texts = [text for skip in block.skips for text in (skip.reason, skip.detail)]
     if {int} != {type(n) for n in numbers} or not {str} >= {type(text) for text in texts}:
         raise TypeError("a number or a text is none")
-    if record.start != start or not start < record.stop <= count or record.source_bytes < 0:
+    if block.start != start or not start < block.stop <= count or block.source_bytes < 0:
         raise ValueError("out of place")
-    packed, skipped = record.rows["index"].tolist(), [skip.item for skip in record.skips]
+    packed, skipped = block.rows["index"].tolist(), [skip.item for skip in block.skips]
     in_order = packed == sorted(packed) and skipped == sorted(skipped)
-    if not in_order or sorted(packed + skipped) != list(range(start, record.stop)):
+    if not in_order or sorted(packed + skipped) != list(range(start, block.stop)):
         raise ValueError("other images than it says")
-    _check_rows(record, specs)
-    return record
+    _check_rows(block, specs)
+    return block
 
 
-def _check_rows(record: Record, specs: Sequence[FieldSpec]) -> None:
-    """Raise ValueError for sizes that no image has, or that are not those of the record."""
-    rows, images = record.rows, specs[0]
+def _check_rows(block: BlockResult, specs: Sequence[FieldSpec]) -> None:
+    """Raise ValueError for sizes that no image has, or that are not those of the block."""
+    rows, images = block.rows, specs[0]
     names = [
         name for name in ("source_shape", "shape", "bytes") if name in (rows.dtype.names or ())
     ]
@@ -257,8 +262,8 @@ def _check_rows(record: Record, specs: Sequence[FieldSpec]) -> None:
             raise ValueError("a box outside the stored image")
     # Pythons' integers: the product of two forged sides could be more than 64 bits hold.
     sizes = tuple(sum(field_sizes(spec, rows).tolist()) for spec in specs)
-    if sizes != record.sizes:
-        raise ValueError(f"{record.sizes=}, and its images have {sizes}")
+    if sizes != block.sizes:
+        raise ValueError(f"{block.sizes=}, and its images have {sizes}")
 
 
 @contextmanager
@@ -314,12 +319,12 @@ def _wait_for_lock(handle: int, path: Path) -> None:
 class JournalWriter:
     """Syncs pixels and appends entries from a thread of its own, so that no worker waits."""
 
-    def __init__(self, journal: Journal, payloads: Sequence[Path]) -> None:
+    def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._files = [(open_file(path), path) for path in payloads]
+        self._files = [(open_file(path), path) for path in journal.payloads]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="h5feed-journal")
         self._pending: Future[None] | None = None
-        self._waiting: list[Record] = []
+        self._waiting: list[BlockResult] = []
         self._last = time.monotonic()
 
     def __enter__(self) -> "JournalWriter":
@@ -330,9 +335,9 @@ class JournalWriter:
         for handle, _path in self._files:
             os.close(handle)
 
-    def add(self, records: Sequence[Record]) -> None:
-        """Take records of blocks that were written (not yet synced)."""
-        self._waiting += records
+    def add(self, blocks: Sequence[BlockResult]) -> None:
+        """Take blocks of blocks that were written (not yet synced)."""
+        self._waiting += blocks
 
     def poll(self, now: bool = False) -> None:
         """Begin to sync what was added if it is time; raise what the last sync raised."""
@@ -344,8 +349,8 @@ class JournalWriter:
         is_time = time.monotonic() >= self._last + _SECONDS_BETWEEN_SYNCS
         if self._waiting and (now or is_time):
             self._last = time.monotonic()
-            records, self._waiting = self._waiting, []
-            self._pending = self._thread.submit(self._save, records)
+            blocks, self._waiting = self._waiting, []
+            self._pending = self._thread.submit(self._save, blocks)
 
     def finish(self) -> None:
         """Bring everything that was added to the disk, and wait for it."""
@@ -354,30 +359,34 @@ class JournalWriter:
                 self._pending.exception()
             self.poll(now=True)
 
-    def _save(self, records: Sequence[Record]) -> None:
+    def _save(self, blocks: Sequence[BlockResult]) -> None:
         for handle, path in self._files:
             sync_file(handle, path)
-        self._journal.append(records)
+        self._journal.append(blocks)
 
 
 # --- what the journal says, compared with what is there
 
 
-def intact_records(
-    paths: OutputPaths, specs: Sequence[FieldSpec], records: Sequence[Record], *, progress: bool
+def intact_blocks(
+    paths: OutputPaths,
+    specs: Sequence[FieldSpec],
+    blocks: Sequence[BlockResult],
+    *,
+    progress: bool,
 ) -> int:
-    """Return how many records, from the first on, have their pixels in the payload files.
+    """Return how many blocks, from the first on, have their pixels in the payload files.
 
     Every byte is read and compared with its checksum, on as many threads as there are cores.
     Raises OSError where a file cannot be opened or read.
     """
-    total = records[-1].stop if records else 0
+    total = blocks[-1].stop if blocks else 0
     with Progress(total, "checking", show=progress, brief=True) as bar:
         intact = 0
-        for is_intact in _found_intact(paths, specs, records):
+        for is_intact in _found_intact(paths, specs, blocks):
             if not is_intact:
                 break
-            bar.advance(records[intact].stop - records[intact].start)
+            bar.advance(blocks[intact].stop - blocks[intact].start)
             intact += 1
         if bar.done < total:
             bar.say(
@@ -388,10 +397,10 @@ def intact_records(
 
 
 def _found_intact(
-    paths: OutputPaths, specs: Sequence[FieldSpec], records: Sequence[Record]
+    paths: OutputPaths, specs: Sequence[FieldSpec], blocks: Sequence[BlockResult]
 ) -> Iterator[bool]:
-    """Yield for each record whether its pixels are there; nothing where a file is missing."""
-    places = np.cumsum([paths.heads(specs), *(record.sizes for record in records)], axis=0).tolist()
+    """Yield for each block whether its pixels are there; nothing where a file is missing."""
+    positions = np.cumsum([paths.heads(specs), *(block.sizes for block in blocks)], axis=0).tolist()
     with ExitStack() as stack:
         handles = []
         for path in paths.payloads(specs):
@@ -402,20 +411,20 @@ def _found_intact(
             stack.callback(os.close, handles[-1][0])
         pool = stack.enter_context(ThreadPoolExecutor(available_cores()))
         check = partial(_is_intact, handles, specs)
-        for first in range(0, len(records), _CHECKED_TOGETHER):
-            some = records[first : first + _CHECKED_TOGETHER]
-            yield from pool.map(check, some, places[first:])
+        for first in range(0, len(blocks), _CHECKED_TOGETHER):
+            some = blocks[first : first + _CHECKED_TOGETHER]
+            yield from pool.map(check, some, positions[first:])
 
 
 def _is_intact(
     handles: Sequence[tuple[int, Path]],
     specs: Sequence[FieldSpec],
-    record: Record,
-    places: Sequence[int],
+    block: BlockResult,
+    positions: Sequence[int],
 ) -> bool:
-    at = list(places)
-    sizes = [field_sizes(spec, record.rows).tolist() for spec in specs]
-    for item, expected in enumerate(record.rows["crc32"].tolist()):
+    at = list(positions)
+    sizes = [field_sizes(spec, block.rows).tolist() for spec in specs]
+    for item, expected in enumerate(block.rows["crc32"].tolist()):
         check = 0
         for k, (handle, path) in enumerate(handles):
             stop = at[k] + sizes[k][item]

@@ -7,6 +7,8 @@ column is ever a target: an index that pandas wrote is a number too. Beside thes
 and said; where there is nothing else, it is asked for.
 """
 
+import csv
+import json
 import os
 import re
 import reprlib
@@ -14,7 +16,7 @@ import stat
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing.rows import Row, csv_rows, json_rows
-from h5feed.packing.table import Table
 from h5feed.text import counted
 
-__all__ = ["read_manifest"]
+__all__ = ["Table", "read_manifest"]
 
 _SHORT = reprlib.Repr()  # a cell may hold megabytes, or lists in lists that repr gives up on
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -41,6 +41,36 @@ _MOST_CLASSES = 1_000_000
 _LARGEST = float(np.finfo(np.float32).max)
 _NEEDS_NORMALIZING = re.compile(r"^/|//|(?:^|/)\.{1,2}(?:/|$)|\\|^[A-Za-z]:")
 
+Row = tuple[int, Mapping[str, Any]]
+"""Line number from 1, and the line's cells by column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """N images below a folder, in the order they are packed in, with their labels.
+
+    Columns, not objects: 1.28 million items stay under 100 bytes each.
+    """
+
+    classes: tuple[str, ...]
+    labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
+    """int64 (N,), −1 where there is none; or float32 (N, K) targets."""
+    key_bytes: npt.NDArray[np.uint8]
+    """The paths below the folder, '/' between folders, back to back (file-system bytes)."""
+    key_offsets: npt.NDArray[np.int64]
+    """(N+1,) where each key begins in `key_bytes`."""
+    targets: tuple[str, ...] = ()
+    """The names of float32 labels' K columns."""
+    notes: tuple[str, ...] = ()
+    """What a user should be told, such as images that belong to no class."""
+
+    def __len__(self) -> int:
+        return len(self.key_offsets) - 1
+
+    def key(self, index: int) -> bytes:
+        """Return an item's path below the folder, in file-system bytes."""
+        return self.key_bytes[self.key_offsets[index] : self.key_offsets[index + 1]].tobytes()
+
 
 def read_manifest(
     manifest: Path, root: Path, *, targets: Sequence[str] = (), seen: Callable[[], None]
@@ -51,7 +81,7 @@ def read_manifest(
 
     Raises UsageError naming file, line and column; PackError where it cannot be read.
     """
-    readers = {".csv": csv_rows, ".tsv": csv_rows, ".jsonl": json_rows, ".ndjson": json_rows}
+    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows}
     reader = readers.get(manifest.suffix.lower())
     if reader is None:
         raise UsageError(f"manifest {str(manifest)!r} is not a .csv, .tsv or .jsonl file")
@@ -288,3 +318,54 @@ class _Builder:
             key_bytes=np.frombuffer(self.blob, np.uint8),
             key_offsets=np.frombuffer(self.offsets, np.int64),
         )
+
+
+def _csv_rows(manifest: Path) -> Iterator[Row]:
+    """Yield the rows of a csv or tsv file under its header.
+
+    Raises UsageError for what is no table, and OSError.
+    """
+    delimiter = "\t" if manifest.suffix.lower() == ".tsv" else ","
+    with manifest.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        lines = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            header = [name.strip() for name in next(lines, [])]
+            if len(set(header)) < len(header):
+                raise UsageError(f"{manifest}: two columns have one name in {', '.join(header)}")
+            _refuse_other_delimiter(manifest, header, delimiter)
+            for cells in lines:
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise UsageError(
+                        f"{manifest}, line {lines.line_num}: {counted(len(cells), 'cell')} "
+                        f"under a header of {len(header)}"
+                    )
+                yield lines.line_num, dict(zip(header, cells, strict=True))
+        except csv.Error as ex:
+            raise UsageError(f"{manifest}, line {lines.line_num}: {ex}") from ex
+
+
+def _refuse_other_delimiter(manifest: Path, header: Sequence[str], delimiter: str) -> None:
+    if len(header) == 1 and (found := [sign for sign in ";,|\t" if sign in header[0]]):
+        raise UsageError(
+            f"{manifest}: the header {header[0]!r} is one column: in a {manifest.suffix.lower()} "
+            f"file the delimiter is {delimiter!r}, not {found[0]!r}"
+        )
+
+
+def _json_rows(manifest: Path) -> Iterator[Row]:
+    """Yield the objects of a file that has one per line; raises UsageError and OSError."""
+    with manifest.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as ex:
+                raise UsageError(f"{manifest}, line {number}: not JSON ({ex})") from ex
+            except RecursionError as ex:
+                raise UsageError(f"{manifest}, line {number}: nested too deep") from ex
+            if not isinstance(row, dict):
+                raise UsageError(f"{manifest}, line {number}: not a JSON object")
+            yield number, row

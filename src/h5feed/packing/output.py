@@ -1,21 +1,53 @@
-"""Where a run writes: OUT, what lies beside it until it is done, and what must not be touched."""
+"""Where a run writes, what became of each image, and how OUT is made of it in the end.
+
+OUT appears by one rename when all is done. Until then pixels lie in OUT.partial, and
+`Results` has all that the finished file says beside them.
+"""
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from h5feed.disk import create_file
-from h5feed.errors import PackError, UsageError
-from h5feed.packing.encode import Job
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+import h5feed
+from h5feed.disk import create_file, open_file, write_at
+from h5feed.errors import H5FormatError, PackError, UsageError
+from h5feed.packing.encode import BlockResult, Job, Payload, Skip, field_sizes, row_type
 from h5feed.packing.options import PackOptions
-from h5feed.packing.summary import in_bytes
-from h5feed.store.layout import MASKS, FieldSpec
-from h5feed.store.write import head_bytes
+from h5feed.progress import Progress
+from h5feed.store.check import check_file
+from h5feed.store.fingerprint import canonical_json, fingerprint
+from h5feed.store.layout import MASKS, MAX_PROVENANCE, Columns, FieldSpec
+from h5feed.store.read import read_index
+from h5feed.store.write import finalize, head_bytes
+from h5feed.text import in_bytes, printable
 
-__all__ = ["OutputPaths", "check_out", "check_space", "refuse_existing"]
+__all__ = [
+    "OutputPaths",
+    "PayloadFiles",
+    "Results",
+    "check_out",
+    "check_space",
+    "finish",
+    "is_finished",
+    "refuse_existing",
+    "versions",
+]
+
+Array = npt.NDArray[Any]
+
+_JOIN_BELOW = 64 << 10
+_SKIPPED_CHARACTERS = MAX_PROVENANCE // 2
+"""What the provenance spends on the names of skipped images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +163,224 @@ def check_space(paths: OutputPaths, job: Job) -> None:
             f"OUT {paths.given} needs {in_bytes(need)} more, and {in_bytes(free)} are free there: "
             "free some, take a smaller --size, or --store yuv420 or jpeg"
         )
+
+
+class PayloadFiles:
+    """The files that pixels are written to, one per field, opened by each process for itself."""
+
+    def __init__(self, paths: OutputPaths, specs: Sequence[FieldSpec]) -> None:
+        self._files = [(open_file(path), path) for path in paths.payloads(specs)]
+        self._heads = paths.heads(specs)
+
+    def __enter__(self) -> "PayloadFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle, _path in self._files:
+            os.close(handle)
+
+    def write(self, positions: Sequence[int], payloads: Sequence[Sequence[Payload]]) -> None:
+        """Write each field's payloads back to back from its position on (bytes after the head)."""
+        for (handle, path), head, position, field in zip(
+            self._files, self._heads, positions, payloads, strict=True
+        ):
+            at = head + position
+            for chunk in _chunks(field):
+                write_at(handle, chunk, at, path)
+                at += len(chunk)
+
+
+def _chunks(payloads: Sequence[Payload]) -> Sequence[Payload]:
+    """Join small payloads: a call to the system costs as much as copying some kilobytes."""
+    if payloads and len(payloads[0]) < _JOIN_BELOW:
+        return [b"".join(payloads)]
+    return payloads
+
+
+class Results:
+    """What became of each image, in source order; it says where the next block is written.
+
+    Blocks are accepted in order of `start`, so a skipped image leaves no hole. Kept per image:
+    one row of `row_type`.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.total = len(job.source)
+        self.stop = 0
+        """Everything before this image has its position."""
+        self.count = 0
+        self.sizes = [0] * len(job.specs)
+        """Bytes of payload so far, per field."""
+        self.source_bytes = 0
+        self.skips: list[Skip] = []
+        self.say: Callable[[str], None] = lambda text: None
+        """Is told of each image that is skipped."""
+        self._rows = np.empty(self.total, row_type(job.specs))
+        fail = job.options.on_error == "fail"
+        self._limit = 0 if fail else job.options.skip_limit(self.total)
+
+    @property
+    def skips_left(self) -> int:
+        """How many more images may be skipped before the run has to stop."""
+        return self._limit - len(self.skips)
+
+    @property
+    def rows(self) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+        """The rows of all packed images."""
+        return self._rows[: self.count]
+
+    def accept(self, block: BlockResult) -> tuple[int, ...]:
+        """Add the next block; return where its payloads begin, one position per field."""
+        assert block.start == self.stop, f"{block.start=} after {self.stop=}"
+        self._check_skips(block.skips)
+        positions = tuple(self.sizes)
+        self._rows[self.count : self.count + len(block.rows)] = block.rows
+        self.count += len(block.rows)
+        self.sizes = [a + b for a, b in zip(self.sizes, block.sizes, strict=True)]
+        self.source_bytes += block.source_bytes
+        self.skips += block.skips
+        self.stop = block.stop
+        return positions
+
+    def skipped_by_reason(self) -> dict[str, int]:
+        """Return how many images each reason cost, the commonest first."""
+        return dict(Counter(skip.reason for skip in self.skips).most_common())
+
+    def _check_skips(self, new: Sequence[Skip]) -> None:
+        if new and self.job.options.on_error == "fail":
+            raise PackError(f"{self._name(new[0])} cannot be packed: {new[0]}")
+        last = next(iter(new[self.skips_left :]), None)
+        for skip in new[: self.skips_left + 1]:
+            self.say(f"skipped {self._name(skip)}: {skip}")
+        if last is None:
+            return
+        raise PackError(
+            f"more than max_skipped={self._limit} images cannot be packed; the last is "
+            f"{self._name(last)}: {last}"
+        )
+
+    def _name(self, skip: Skip) -> str:
+        return printable(self.job.name(skip.item))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of all that has a hand in the file's bytes."""
+    names = ("h5py", "numpy", "pillow", "simplejpeg", "torch")
+    return {
+        "h5feed": h5feed.__version__,
+        "opencv": cv2.__version__,
+        **{name: version(name) for name in names},
+    }
+
+
+def finish(paths: OutputPaths, results: Results) -> None:
+    """Make `paths.out` from the pixels in `paths.partial`, and clear up; raises OSError."""
+    specs = results.job.specs
+    finalize(
+        paths.partial,
+        paths.out,
+        specs,
+        _columns(results),
+        _provenance(results),
+        offsets=_offsets(results),
+        shapes=_shapes(results),
+        side=paths.side(specs),
+    )
+    paths.discard(specs)
+
+
+def is_finished(paths: OutputPaths, results: Results, *, progress: bool) -> bool:
+    """Return whether `paths.out` is the file that `finish` would make: every byte is compared.
+
+    Raises PackError where it is that file and damaged.
+    """
+    try:
+        found = read_index(paths.out)
+    except (OSError, H5FormatError):
+        return False
+    text = canonical_json(_provenance(results))
+    specs, columns = results.job.specs, _columns(results)
+    starts = [extent.start for extent in found.extents.values()]
+    if len(starts) != len(specs):
+        return False
+    made = fingerprint(specs, starts, columns, text, _offsets(results), _shapes(results))
+    if found.fingerprint != made:
+        return False
+    with Progress(results.count, "checking", show=progress, brief=True) as bar:
+        report = check_file(paths.out, progress=lambda done, _: bar.advance(done - bar.done))
+    if not report.is_sound:
+        raise PackError(
+            f"OUT {paths.given} was finished and is damaged ({len(report.damaged):,} of "
+            f"{results.count:,} images): --overwrite packs it anew"
+        )
+    return True
+
+
+def _columns(results: Results) -> Columns:
+    source, rows = results.job.source, results.rows
+    index = rows["index"]
+    labels = source.labels
+    assert labels is not None
+    key_bytes, key_offsets = _keys(source.key_bytes, source.key_offsets, index)
+    return Columns(
+        labels=labels[index],
+        classes=source.classes,
+        key_bytes=key_bytes,
+        key_offsets=key_offsets,
+        source_shapes=np.ascontiguousarray(rows["source_shape"]),
+        crc32=np.ascontiguousarray(rows["crc32"]),
+        boxes=np.ascontiguousarray(rows["box"]) if "box" in (rows.dtype.names or ()) else None,
+    )
+
+
+def _keys(blob: Array, offsets: Array, index: Array) -> tuple[Array, Array]:
+    """Return the keys of the items `index` (increasing), back to back, and where each begins."""
+    lengths = np.diff(offsets)
+    if len(index) == len(lengths):
+        return blob, offsets
+    kept = np.zeros(len(lengths), bool)
+    kept[index] = True
+    return blob[np.repeat(kept, lengths)], np.cumsum([0, *lengths[index]])
+
+
+def _offsets(results: Results) -> dict[str, Array | None]:
+    """Return where each item begins (int64, N+1), for the fields that are not fixed."""
+    rows = results.rows
+    return {
+        spec.name: None
+        if spec.is_fixed
+        else np.cumsum([0, *field_sizes(spec, rows)], dtype=np.int64)
+        for spec in results.job.specs
+    }
+
+
+def _shapes(results: Results) -> dict[str, Array | None]:
+    """Return the stored sizes (int32, N×2), for the fields that are not fixed."""
+    return {
+        spec.name: None if spec.is_fixed else np.ascontiguousarray(results.rows["shape"])
+        for spec in results.job.specs
+    }
+
+
+def _provenance(results: Results) -> dict[str, Any]:
+    """Return what made the file, without what differs from run to run of the same input."""
+    job = results.job
+    targets = {"targets": list(job.source.targets)} if job.source.targets else {}
+    skipped, left = [], _SKIPPED_CHARACTERS
+    for skip in results.skips:
+        skipped.append([job.name(skip.item), str(skip)])
+        left -= len(canonical_json(skipped[-1]))
+        if left < 0:  # the counts tell of the others
+            del skipped[-1]
+            break
+    return targets | {
+        "options": job.options.content(),
+        "versions": versions(),
+        "counts": {
+            "found": results.total,
+            "packed": results.count,
+            "skipped": results.skipped_by_reason(),
+        },
+        "skipped": skipped,
+    }

@@ -1,32 +1,92 @@
-"""One run of packing: from a folder or a dataset to one finished file."""
+"""One run of packing: from a folder or a dataset to one finished file, and what it says of it."""
 
+import json
 import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
-from h5feed.packing.dataset_source import DatasetSource
-from h5feed.packing.encode import Job, Record
-from h5feed.packing.journal import Header, Journal, JournalWriter, intact_records, lock
-from h5feed.packing.ledger import Ledger, finish, is_finished, summarize, versions
+from h5feed.packing.encode import BlockResult, Job
+from h5feed.packing.journal import Header, Journal, JournalWriter, intact_blocks, lock
 from h5feed.packing.options import PackOptions, field_specs
-from h5feed.packing.output import OutputPaths, check_out, check_space, refuse_existing
-from h5feed.packing.size import stored_size
-from h5feed.packing.sources import Source, open_source
-from h5feed.packing.summary import PackSummary
-from h5feed.packing.workers import Target, pack_here, pack_in_processes
+from h5feed.packing.output import (
+    OutputPaths,
+    Results,
+    check_out,
+    check_space,
+    finish,
+    is_finished,
+    refuse_existing,
+    versions,
+)
+from h5feed.packing.resize import stored_size
+from h5feed.packing.sources import DatasetSource, Source, open_source
+from h5feed.packing.workers import pack_here, pack_in_processes
 from h5feed.progress import Progress
-from h5feed.store.layout import Encoding, Fit
+from h5feed.store.layout import Encoding, FieldSpec, Fit
 from h5feed.system import available_cores, available_memory
+from h5feed.text import counted, counted_labels, in_bytes
 
-__all__ = ["pack", "pack_with"]
+__all__ = ["PackSummary", "pack", "pack_with"]
 
 _WORKER_BYTES = 256 << 20
 """What a worker takes with photos of 12 megapixels: see `max_pixels` for the most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSummary:
+    """What was packed; `str()` of it is what `pack-h5` prints."""
+
+    out: str
+    items: int
+    """Images in the file."""
+    classes: int
+    targets: tuple[str, ...]
+    """The names of the numbers to predict; their places where they have no names."""
+    resumed: int
+    """Images that an earlier, interrupted run had looked at already."""
+    bytes_in: int
+    """Bytes of the packed images' files; 0 where the source was a dataset."""
+    bytes_out: int
+    """Bytes of the packed file."""
+    seconds: float
+    images_per_second: float
+    """Over the images of this run."""
+    skipped: tuple[tuple[str, str], ...]
+    """(key, reason) of each image that was skipped."""
+    skipped_by_reason: dict[str, int]
+    fit: str
+    """What --fit did, in words."""
+
+    def to_json(self) -> str:
+        """Return the summary as one JSON object."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(fields)
+
+    def __str__(self) -> str:
+        size = f"{in_bytes(self.bytes_out)}"
+        if self.bytes_in:
+            size += f" from {in_bytes(self.bytes_in)} of files"
+        lines = [
+            f"{self.out}: {counted(self.items, 'image')}, "
+            + f"{counted_labels(self.classes, self.targets)}, {size}",
+            f"{self.seconds:.1f} s"
+            + (f", {self.images_per_second:,.0f} img/s" if self.images_per_second else "")
+            + (f" ({self.resumed:,} were done before)" if self.resumed else ""),
+            self.fit,
+        ]
+        if self.skipped:
+            lines.append(f"{counted(len(self.skipped), 'image')} skipped:")
+            lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]
+        return "\n".join(lines)
 
 
 def pack(
@@ -101,8 +161,8 @@ def pack_with(
     specs = field_specs(options, stored_size(found, options, progress=progress))
     job = Job(source=found, specs=specs, options=options)
     with lock(paths, specs) as journal:
-        ledger, resumed = _run(paths, job, journal, progress)
-    return summarize(paths, ledger, resumed=resumed, began=began)
+        results, resumed = _run(paths, job, journal, progress)
+    return _summarize(paths, results, resumed=resumed, began=began)
 
 
 def _size_text(size: str | int | tuple[int, int]) -> str:
@@ -133,37 +193,37 @@ def _open(source: Any, options: PackOptions, progress: bool) -> Source | Dataset
     return DatasetSource(source, background=options.background)
 
 
-def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tuple[Ledger, int]:
-    """Pack and finish; return the book, and how many images an earlier run had done."""
-    records = _take_up(paths, job, journal, progress)
-    ledger = Ledger(job)
+def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tuple[Results, int]:
+    """Pack and finish; return the results, and how many images an earlier run had done."""
+    done_before = _take_up(paths, job, journal, progress)
+    results = Results(job)
     try:
-        for record in records:
-            ledger.accept(record)
-        resumed = ledger.stop
+        for block in done_before:
+            results.accept(block)
+        resumed = results.stop
         if os.path.lexists(paths.partial):
             check_space(paths, job)
-            _fill(paths, ledger, journal, progress)
-            if not ledger.count:
-                why = ", ".join(ledger.skipped_by_reason())
-                raise PackError(f"none of the {ledger.total:,} images can be packed: {why}")
-            finish(paths, ledger)
+            _fill(paths, results, journal, progress)
+            if not results.count:
+                why = ", ".join(results.skipped_by_reason())
+                raise PackError(f"none of the {results.total:,} images can be packed: {why}")
+            finish(paths, results)
         paths.discard(job.specs)  # all there is to do where a run died after the last rename
     except H5FormatError as ex:  # after a forged journal: all that this run did itself makes sense
         raise PackError(
             f"what was packed makes no sound file ({ex}): --overwrite begins anew"
         ) from ex
     except (PackError, OSError, MemoryError, KeyboardInterrupt) as ex:
-        raise _explain(ex, paths, ledger, journal) from ex
+        raise _explain(ex, paths, results, journal) from ex
     except BaseException:
         # An item is not what packing takes, a dataset ends the program, a library can't be loaded.
-        if not _is_kept(ledger, journal):
+        if not _is_kept(results, journal):
             paths.discard(job.specs)
         raise
-    return ledger, resumed
+    return results, resumed
 
 
-def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> list[Record]:
+def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> list[BlockResult]:
     """Return what an earlier run had done, as far as that is really there; or begin anew."""
     source = job.source
     header = Header(
@@ -173,16 +233,16 @@ def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> 
         versions=versions(),
     )
     try:
-        records = journal.read(header) if job.options.resume else None
-        if records and os.path.lexists(paths.partial):
-            del records[intact_records(paths, job.specs, records, progress=progress) :]
-            journal.cut(records)
-        elif records and not _is_whole(paths, job, records, progress):
-            records = None
+        done = journal.read(header) if job.options.resume else None
+        if done and os.path.lexists(paths.partial):
+            del done[intact_blocks(paths, job.specs, done, progress=progress) :]
+            journal.cut(done)
+        elif done and not _is_whole(paths, job, done, progress):
+            done = None
     except OSError as ex:
         raise PackError(f"cannot resume from {ex.filename}: {ex.strerror}") from ex
-    if records:
-        return records
+    if done:
+        return done
     refuse_existing(paths, job.options)
     try:
         paths.begin(job.specs)
@@ -193,39 +253,38 @@ def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> 
     return []
 
 
-def _is_whole(paths: OutputPaths, job: Job, records: Sequence[Record], progress: bool) -> bool:
-    """Return whether OUT is what these records tell of: the run died after its last rename."""
-    if not records or records[-1].stop < len(job.source) or not paths.out.exists():
+def _is_whole(paths: OutputPaths, job: Job, done: Sequence[BlockResult], progress: bool) -> bool:
+    """Return whether OUT is what these blocks tell of: the run died after its last rename."""
+    if not done or done[-1].stop < len(job.source) or not paths.out.exists():
         return False
-    ledger = Ledger(job)
-    for record in records:
-        ledger.accept(record)
-    return is_finished(paths, ledger, progress=progress)
+    results = Results(job)
+    for block in done:
+        results.accept(block)
+    return is_finished(paths, results, progress=progress)
 
 
-def _fill(paths: OutputPaths, ledger: Ledger, journal: Journal, progress: bool) -> None:
-    """Bring the pixels of all images that `ledger` lacks into the payload files."""
-    job = ledger.job
-    target = Target(paths.payloads(job.specs), paths.heads(job.specs))
+def _fill(paths: OutputPaths, results: Results, journal: Journal, progress: bool) -> None:
+    """Bring the pixels of all images that `results` lacks into the payload files."""
+    job = results.job
     with (
-        Progress(ledger.total, "packing", show=progress, done=ledger.stop) as bar,
-        JournalWriter(journal, target.paths) as writer,
+        Progress(results.total, "packing", show=progress, done=results.stop) as bar,
+        JournalWriter(journal) as writer,
     ):
-        ledger.say = bar.say
+        results.say = bar.say
         for note in getattr(job.source, "notes", ()):
             bar.say(note)
 
-        def tick(records: Sequence[Record]) -> None:
-            bar.advance(sum(record.stop - record.start for record in records))
-            writer.add(records)
+        def tick(written: Sequence[BlockResult]) -> None:
+            bar.advance(sum(block.stop - block.start for block in written))
+            writer.add(written)
             writer.poll()
 
         try:
-            workers = _worker_count(ledger)
-            if workers:
-                pack_in_processes(job, target, ledger, tick, workers)
+            count = _worker_count(results)
+            if count:
+                pack_in_processes(job, paths, results, tick, count)
             else:
-                pack_here(job, target, ledger, tick)
+                pack_here(job, paths, results, tick)
             writer.finish()
         except BaseException:
             with suppress(OSError):  # what is said is the first error
@@ -233,26 +292,26 @@ def _fill(paths: OutputPaths, ledger: Ledger, journal: Journal, progress: bool) 
             raise
 
 
-def _worker_count(ledger: Ledger) -> int:
-    wanted = ledger.job.options.workers
-    if isinstance(ledger.job.source, DatasetSource):
+def _worker_count(results: Results) -> int:
+    wanted = results.job.options.workers
+    if isinstance(results.job.source, DatasetSource):
         return 0
     if wanted is None:
         wanted = available_cores()
         if (memory := available_memory()) is not None:
             wanted = max(1, min(wanted, memory // _WORKER_BYTES))
-    return min(wanted, ledger.total - ledger.stop)
+    return min(wanted, results.total - results.stop)
 
 
-def _is_kept(ledger: Ledger, journal: Journal) -> bool:
+def _is_kept(results: Results, journal: Journal) -> bool:
     """Whether there is something to resume from: a dataset begins anew each time."""
-    return bool(journal.stop and ledger.count) and isinstance(ledger.job.source, Source)
+    return bool(journal.stop and results.count) and isinstance(results.job.source, Source)
 
 
 def _explain(
     error: PackError | OSError | MemoryError | KeyboardInterrupt,
     paths: OutputPaths,
-    ledger: Ledger,
+    results: Results,
     journal: Journal,
 ) -> PackError | KeyboardInterrupt:
     """Add to an error what is kept; where nothing is, leave nothing behind."""
@@ -262,12 +321,12 @@ def _explain(
         what = "out of memory"
     else:
         what = str(error) or "interrupted"
-    if not _is_kept(ledger, journal):
-        paths.discard(ledger.job.specs)
+    if not _is_kept(results, journal):
+        paths.discard(results.job.specs)
         kept = "nothing was kept"
     else:
         kept = (
-            f"{journal.stop:,} of {ledger.total:,} images are kept in {paths.partial}: the same "
+            f"{journal.stop:,} of {results.total:,} images are kept in {paths.partial}: the same "
             "command with --resume goes on"
         )
     kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else PackError
@@ -276,3 +335,51 @@ def _explain(
 
 def _cannot_write(error: OSError, paths: OutputPaths) -> str:
     return f"cannot write {error.filename or paths.partial}: {error.strerror or error}"
+
+
+def _summarize(paths: OutputPaths, results: Results, *, resumed: int, began: float) -> PackSummary:
+    """Say what was done; `began` is the monotonic time of the start."""
+    seconds = time.monotonic() - began
+    job = results.job
+    return PackSummary(
+        out=str(paths.given),
+        items=results.count,
+        classes=len(job.source.classes),
+        targets=job.source.targets or _numbered(job.source.labels),
+        resumed=resumed,
+        bytes_in=results.source_bytes,
+        bytes_out=paths.out.stat().st_size,
+        seconds=seconds,
+        images_per_second=(results.total - resumed) / seconds,
+        skipped=tuple((job.name(skip.item), str(skip)) for skip in results.skips),
+        skipped_by_reason=results.skipped_by_reason(),
+        fit=describe_fit(job.specs, results.rows["source_shape"]),
+    )
+
+
+def _numbered(labels: npt.NDArray[Any] | None) -> tuple[str, ...]:
+    """Return the numbers of targets that have no names."""
+    return () if labels is None or labels.ndim == 1 else tuple(map(str, range(labels.shape[1])))
+
+
+def describe_fit(specs: Sequence[FieldSpec], source_shapes: np.ndarray[Any, Any]) -> str:
+    """Say what became of the images' sizes; `source_shapes` is (N, 2), height and width."""
+    images = specs[0]
+    height, width = (int(side) for side in np.median(source_shapes, axis=0))
+    if images.encoding == "original":
+        return f"original: the JPEG files' own bytes, median {width}x{height}"
+    begin = f"{images.fit}: {width}x{height} (median sides) → "
+    if images.fit == "keep":
+        return begin + f"short side {images.height}, proportions kept"
+    begin += f"{images.width}x{images.height}"
+    if images.fit != "stretch":
+        return begin + {"crop": ", centre cut out", "pad": ", letterboxed"}[images.fit]
+    ratios = source_shapes[:, 1] * images.height / (source_shapes[:, 0] * images.width)
+    changed = np.count_nonzero(~np.isclose(ratios, 1))
+    if not changed:
+        return begin
+    whose = "" if changed == len(ratios) else f" of {changed:,} of {len(ratios):,} images"
+    return (
+        f"{begin}: proportions{whose} change; H5Loader undoes that in its crops. Other code: "
+        'H5Dataset(..., aspect="source"), or pack with --fit keep'
+    )

@@ -1,23 +1,36 @@
-"""What is to be packed: the images of a folder or a manifest, and their masks."""
+"""What is to be packed: the images of a folder, a manifest or a dataset, and their masks."""
 
 import hashlib
+import operator
 import os
+import re
+import shlex
 import struct
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from h5feed.errors import UsageError
-from h5feed.packing.folders import read_folder
-from h5feed.packing.manifest import read_manifest
-from h5feed.packing.table import Table
+from h5feed.errors import PackError, UsageError
+from h5feed.packing.decode import DAMAGED, DecodeError, image_to_rgb
+from h5feed.packing.manifest import Table, read_manifest
 from h5feed.progress import Progress
+from h5feed.system import is_out_of_memory
+from h5feed.text import counted
 
-__all__ = ["Source", "open_source"]
+__all__ = ["DatasetSource", "Source", "open_source"]
 
+EXTENSIONS = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif",
+)  # fmt: skip
+"""torchvision's IMG_EXTENSIONS and GIF; the case does not matter."""
+
+_SPLIT = re.compile("train|training|val|valid|validation|test|testing", re.IGNORECASE)
 _MASK_EXTENSIONS = (
     ".png", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".pgm", ".ppm", ".jpg", ".jpeg",
 )  # fmt: skip
@@ -96,7 +109,7 @@ def open_source(
         if manifest is not None:
             table = read_manifest(Path(manifest), folder, targets=targets, seen=bar.advance)
         else:
-            table = read_folder(folder, allow_empty=allow_empty, seen=bar.advance)
+            table = _read_folder(folder, allow_empty=allow_empty, seen=bar.advance)
     columns = {field.name: getattr(table, field.name) for field in fields(table)}
     source = Source(root=folder, **columns)
     if masks is None:
@@ -138,3 +151,266 @@ def _find_mask(stem: bytes) -> int | None:
         if os.path.isfile(stem + end.encode()):
             return number
     return None
+
+
+# --- folders: of class folders, or flat; in torchvision's order
+
+
+def _read_folder(root: Path, *, allow_empty: bool, seen: Callable[[], None]) -> Table:
+    """Find the images of `root`; `seen` is called for each.
+
+    Raises UsageError for a folder that holds splits, empty classes or nothing, PackError for
+    what cannot be read.
+    """
+    classes, loose = _scan(root, seen)
+    keys = _Keys(seen)
+    notes: tuple[str, ...] = ()
+    if classes:
+        _refuse_splits(root, classes)
+        if loose:
+            found = counted(len(loose), "image")
+            notes = (f"left out, of no class: {found} beside the class folders",)
+        _add_classes(keys, root, classes, allow_empty)
+    else:
+        loose.sort(reverse=True)
+        while loose:  # frees each name as its bytes are kept
+            keys.keep(os.fsencode(loose.pop()), -1)
+    if not keys.labels:
+        raise UsageError(f"SRC {str(root)!r} holds no images ({', '.join(EXTENSIONS)})")
+    return keys.table(tuple(classes), notes)
+
+
+class _Keys:
+    """Keys and labels as they come in, compact from the start."""
+
+    def __init__(self, seen: Callable[[], None]) -> None:
+        self.blob = bytearray()
+        self.offsets = array("q", [0])
+        self.labels = array("q")
+        self._seen = seen
+
+    def add(self, key: bytes, label: int) -> None:
+        self._seen()
+        self.keep(key, label)
+
+    def keep(self, key: bytes, label: int) -> None:
+        self.blob += key
+        self.offsets.append(len(self.blob))
+        self.labels.append(label)
+
+    def table(self, classes: tuple[str, ...], notes: tuple[str, ...]) -> Table:
+        return Table(
+            classes=classes,
+            labels=np.frombuffer(self.labels, np.int64),
+            key_bytes=np.frombuffer(self.blob, np.uint8),
+            key_offsets=np.frombuffer(self.offsets, np.int64),
+            notes=notes,
+        )
+
+
+def _scan(folder: Path, seen: Callable[[], None]) -> tuple[list[str], list[str]]:
+    """Return the sorted names of a folder's subfolders, and those of the images beside them."""
+    folders, images = [], []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(entry.name)
+                elif entry.name.lower().endswith(EXTENSIONS):
+                    images.append(entry.name)
+                    seen()
+    except OSError as ex:
+        raise _unreadable(ex) from ex
+    return sorted(folders), images
+
+
+def _unreadable(ex: OSError) -> PackError:
+    return PackError(f"cannot read the folder {os.fsdecode(ex.filename)!r}: {ex.strerror}")
+
+
+def _refuse_splits(root: Path, classes: list[str]) -> None:
+    if all(_SPLIT.fullmatch(name) for name in classes):
+        commands = "\n".join(
+            f"  pack-h5 {shlex.quote(str(root / name))} {shlex.quote(name + '.h5')}"
+            for name in classes
+        )
+        raise UsageError(
+            f"SRC {str(root)!r} holds splits ({', '.join(classes)}), not classes; packed as it is, "
+            f"the split would become the label. Pack each split by itself:\n{commands}"
+        )
+
+
+def _add_classes(keys: _Keys, root: Path, classes: list[str], allow_empty: bool) -> None:
+    empty = []
+    for label, name in enumerate(classes):
+        before = len(keys.labels)
+        for key in _walk(root, name):
+            keys.add(key, label)
+        if len(keys.labels) == before:
+            empty.append(name)
+    if empty and not allow_empty:
+        raise UsageError(
+            f"no images ({', '.join(EXTENSIONS)}) in the class folders {', '.join(empty)} of "
+            f"{str(root)!r}: remove them, or keep them as classes with --allow-empty"
+        )
+
+
+def _walk(root: Path, name: str) -> Iterator[bytes]:
+    """Yield the keys of one class in torchvision's order: sorted(os.walk(class folder))."""
+    start = len(os.path.join(root, ""))
+    for folder, files in sorted(_folders(os.path.join(root, name))):
+        for file in sorted(files):
+            if file.lower().endswith(EXTENSIONS):
+                key = os.path.join(folder, file)[start:]
+                yield os.fsencode(key.replace(os.sep, "/") if os.sep != "/" else key)
+
+
+def _folders(top: str) -> Iterator[tuple[str, list[str]]]:
+    def refuse(ex: OSError) -> None:
+        raise _unreadable(ex) from ex
+
+    for folder, subfolders, files in os.walk(top, onerror=refuse, followlinks=True):
+        for name in subfolders:
+            _refuse_loop(os.path.join(folder, name))
+        yield folder, files
+
+
+def _refuse_loop(folder: str) -> None:
+    """Refuse a link to a folder above itself, whose images torchvision would take 40 times."""
+    if not os.path.islink(folder):
+        return
+    target, here = os.path.realpath(folder), os.path.realpath(os.path.dirname(folder))
+    if os.path.join(here, "").startswith(os.path.join(target, "")):
+        raise UsageError(f"{folder!r} links to a folder above itself ({target!r}): remove the link")
+
+
+# --- datasets
+
+
+class DatasetSource:
+    """Presents `dataset[i] == (image, label)` for 0 ≤ i < len(dataset) to packing.
+
+    An image is a PIL image, a uint8 array (H, W, 3) or (H, W), or a uint8 tensor (C, H, W). A
+    label is a class number, or numeric targets. Labels are noted as their images are read,
+    so `labels` is whole once packing is through. The key of an image is its number.
+    """
+
+    def __init__(self, dataset: Any, *, background: tuple[int, int, int]) -> None:
+        self.dataset, self._background = dataset, background
+        try:
+            self._count = len(dataset)
+        except TypeError as ex:
+            raise UsageError(
+                f"source={type(dataset).__name__} is neither a folder's path nor a dataset "
+                "with a length: give one of them"
+            ) from ex
+        if not self._count:
+            raise UsageError(f"source={type(dataset).__name__} holds no images")
+        self.classes = tuple(str(name) for name in getattr(dataset, "classes", ()))
+        self.targets: tuple[str, ...] = ()
+        """A dataset's targets have no names."""
+        self.labels: npt.NDArray[np.int64] | npt.NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def key(self, index: int) -> bytes:
+        """Return the image's number as text."""
+        return b"%d" % index
+
+    @property
+    def key_offsets(self) -> npt.NDArray[np.int64]:
+        """(N+1,) where each key begins in `key_bytes`."""
+        return np.cumsum([0, *(len(self.key(index)) for index in range(len(self)))])
+
+    @property
+    def key_bytes(self) -> npt.NDArray[np.uint8]:
+        """All keys back to back."""
+        return np.frombuffer(b"".join(map(self.key, range(len(self)))), np.uint8)
+
+    def rgb(self, index: int) -> npt.NDArray[np.uint8]:
+        """Return image `index` as uint8 (H, W, 3), and note its label."""
+        try:
+            sample = self.dataset[index]
+        except Exception as ex:  # whatever a dataset raises for a bad image
+            if is_out_of_memory(ex):
+                raise
+            raise DecodeError("cannot be loaded", f"{type(ex).__name__}: {ex}") from ex
+        if not isinstance(sample, Sequence) or len(sample) != 2:
+            raise UsageError(f"{self._item(index)} is {_kind(sample)}: (image, label) is needed")
+        image, label = sample
+        self._note(index, label)
+        pixels = np.ascontiguousarray(self._to_rgb(index, image))
+        if not pixels.size:
+            raise DecodeError(DAMAGED, f"{pixels.shape[0]}x{pixels.shape[1]} pixels")
+        return pixels
+
+    def _to_rgb(self, index: int, image: Any) -> npt.NDArray[np.uint8]:
+        if isinstance(image, Image.Image):
+            return image_to_rgb(image, self._background)
+        import torch  # here: it takes a second, and pack-h5 --help needs none of it
+
+        if isinstance(image, torch.Tensor):
+            pixels = image.numpy(force=True)
+            pixels = pixels.transpose(1, 2, 0) if pixels.ndim == 3 else pixels
+        else:
+            pixels = np.asarray(image)
+        if pixels.ndim == 2:
+            pixels = pixels[:, :, None]
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
+            raise UsageError(
+                f"the image of {self._item(index)} is {_kind(image)}: a PIL image, a uint8 array "
+                "(H, W, 3) or a uint8 tensor (3, H, W) is needed; leave out the transform"
+            )
+        return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
+
+    def _note(self, index: int, label: Any) -> None:
+        if isinstance(label, Image.Image) or np.ndim(label) > 1:
+            raise UsageError(
+                f"the label of {self._item(index)} is {_kind(label)}, a mask by its shape: a class "
+                "number or a row of numeric targets is needed; masks are packed from folders, "
+                "with masks="
+            )
+        value = _to_label(label)
+        if value is None:
+            raise UsageError(
+                f"the label of {self._item(index)} is {_kind(label)}: a class number or numeric "
+                "targets are needed"
+            )
+        most = len(self.classes) or 1 << 63
+        if isinstance(value, int) and not -1 <= value < most:
+            known = f"0 to {most - 1} of its classes" if self.classes else "0 and up"
+            raise UsageError(
+                f"the label of {self._item(index)} is {value}: −1 or a class number, {known}, "
+                "is needed"
+            )
+        if self.labels is None:
+            self.labels = np.zeros((self._count, *np.shape(value)), np.asarray(value).dtype)
+        if np.shape(value) != self.labels.shape[1:]:
+            raise UsageError(f"the label of {self._item(index)} has another form than the first")
+        self.labels[index] = value
+
+    def _item(self, index: int) -> str:
+        return f"{type(self.dataset).__name__}[{index}]"
+
+
+def _to_label(label: Any) -> "int | np.ndarray[Any, Any] | None":
+    """Return a class number as int, targets as float32 (K,), None for anything else."""
+    try:
+        return operator.index(label.item() if getattr(label, "ndim", None) == 0 else label)
+    except TypeError:
+        pass
+    try:
+        targets = np.asarray(label, dtype=np.float32).reshape(-1)
+    except (TypeError, ValueError):
+        return None
+    return targets if len(targets) else None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Image.Image):
+        return f"an image ({value.height}, {value.width})"
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is not None and shape is not None:
+        return f"{type(value).__name__} of {dtype} {tuple(shape)}"
+    return f"a {type(value).__name__}"

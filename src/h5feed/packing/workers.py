@@ -1,7 +1,7 @@
-"""Worker processes: they read, decode, size and encode blocks, and write them where told.
+"""Who packs: this process, or worker processes that encode blocks and write them where told.
 
-A block goes three ways through the coordinator: out as `Work`, back as `Record`, out again as
-`Position` when all blocks before it are known. Workers never wait for one another unless they
+A block crosses the pipes three times: out as `EncodeTask`, back as `BlockResult`, and out again as
+`WriteTask` when all blocks before it are known. Workers never wait for one another unless they
 hold `_HELD_BYTES` of finished pixels: until then they go on with their next block.
 """
 
@@ -18,38 +18,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
 
 from h5feed.errors import H5FeedError, PackError
-from h5feed.packing.blocks import PayloadFiles, blocks
-from h5feed.packing.dataset_source import DatasetSource
 from h5feed.packing.decode import whole_images_only
-from h5feed.packing.encode import Job, Payload, Record, encode_block
-from h5feed.packing.ledger import Ledger
+from h5feed.packing.encode import BlockResult, Job, Payload, encode_block
+from h5feed.packing.output import OutputPaths, PayloadFiles, Results
+from h5feed.packing.sources import DatasetSource
+from h5feed.store.layout import FieldSpec
 
-__all__ = ["Target", "pack_here", "pack_in_processes"]
+__all__ = ["pack_here", "pack_in_processes"]
 
 _HELD_BYTES = 64 << 20
+_BLOCK_BYTES = 4 << 20
+_MOST_IMAGES = 256
 _QUEUED = 2
 _SECONDS_BETWEEN_TICKS = 0.5
 _PR_SET_PDEATHSIG = 1
 # Forked workers start in 10 ms with everything imported; elsewhere fork is unsafe or missing.
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
-Tick = Callable[[Sequence[Record]], None]
+Tick = Callable[[Sequence[BlockResult]], None]
 
 
-class Target(NamedTuple):
-    """Where pixels are written: one file per field, and the bytes to leave free before them."""
-
-    paths: tuple[Path, ...]
-    heads: tuple[int, ...]
-
-
-class Work(NamedTuple):
+class EncodeTask(NamedTuple):
     """Encode these images, up to one skip more than are left."""
 
     start: int
@@ -57,7 +51,7 @@ class Work(NamedTuple):
     skips_left: int
 
 
-class Position(NamedTuple):
+class WriteTask(NamedTuple):
     """Write the block that begins with image `start` at these positions, one per field."""
 
     start: int
@@ -70,49 +64,51 @@ class Written(NamedTuple):
     start: int
 
 
-def pack_here(job: Job, target: Target, ledger: Ledger, tick: Tick) -> None:
-    """Pack all that `ledger` lacks in this process; `tick` gets each written block's record."""
+def pack_here(job: Job, paths: OutputPaths, results: Results, tick: Tick) -> None:
+    """Pack all that `results` lacks in this process; `tick` gets each written block's result."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # an image is too small to share, and the bytes must not depend on it
     try:
         strict = nullcontext() if isinstance(job.source, DatasetSource) else whole_images_only()
-        with PayloadFiles(*target) as files, strict:
-            for start, stop in blocks(ledger.stop, ledger.total, 1, job.specs[0]):
-                record, payloads = encode_block(job, start, stop, ledger.skips_left)
-                files.write(ledger.accept(record), payloads)
-                tick([record])
+        with PayloadFiles(paths, job.specs) as files, strict:
+            for start, stop in cut_blocks(results.stop, results.total, 1, job.specs[0]):
+                result, payloads = encode_block(job, start, stop, results.skips_left)
+                files.write(results.accept(result), payloads)
+                tick([result])
     finally:
         torch.set_num_threads(threads)
 
 
-def pack_in_processes(job: Job, target: Target, ledger: Ledger, tick: Tick, workers: int) -> None:
-    """Pack all that `ledger` lacks in `workers` processes.
+def pack_in_processes(
+    job: Job, paths: OutputPaths, results: Results, tick: Tick, count: int
+) -> None:
+    """Pack all that `results` lacks in `count` processes.
 
-    `tick` gets the records of written blocks in source order, and is called twice a second at
+    `tick` gets the results of written blocks in source order, and is called twice a second at
     least. Raises PackError when a worker dies, and what a worker raised.
     """
-    with _team(job, target, workers) as team:
-        _Coordinator(job, ledger, team).run(tick)
+    with _team(job, paths, count) as team:
+        _Coordinator(job, results, team).run(tick)
 
 
 class _Worker:
     """The coordinator's view of one worker process."""
 
     def __init__(
-        self, context: BaseContext, job: Job, target: Target, elders: Sequence["_Worker"]
+        self, context: BaseContext, job: Job, paths: OutputPaths, elders: Sequence["_Worker"]
     ) -> None:
         self.conn, theirs = context.Pipe()
         # A forked child inherits the coordinator's ends of all pipes and must close them, or it
         # would never see the coordinator go. A spawned one has only what it is given.
         leave = [self.conn, *(w.conn for w in elders)] if _START_METHOD == "fork" else []
         self.current = context.RawArray("q", [-1])
-        self.waiting: deque[Work] = deque()
+        self.waiting: deque[EncodeTask] = deque()
         """Blocks given out and not yet reported."""
         self.process = context.Process(  # type: ignore[attr-defined]
             target=_serve,
-            args=(job, target, theirs, leave, self.current, os.getpid()),
+            args=(job, paths, theirs, leave, self.current, os.getpid()),
             daemon=True,
         )
         self.process.start()
@@ -125,8 +121,26 @@ class _Worker:
         self.conn.close()
 
 
+def cut_blocks(start: int, stop: int, workers: int, spec: FieldSpec) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of consecutive blocks: about 4 MB of pixels, smaller towards the end.
+
+    The last ones are small so that all workers finish together. Where blocks begin and end
+    does not show in the result.
+    """
+    if spec.is_fixed:
+        most = max(4, min(_MOST_IMAGES, _BLOCK_BYTES // spec.item_bytes))
+    elif spec.encoding == "original":
+        most = 16
+    else:
+        most = max(4, min(_MOST_IMAGES, _BLOCK_BYTES // (3 * spec.height * spec.width)))
+    while start < stop:
+        size = min(most, max(1, (stop - start) // (3 * max(1, workers))))
+        yield start, start + size
+        start += size
+
+
 @contextmanager
-def _team(job: Job, target: Target, count: int) -> Iterator[list[_Worker]]:
+def _team(job: Job, paths: OutputPaths, count: int) -> Iterator[list[_Worker]]:
     import torch  # noqa: F401 - before the fork, so that the workers share it
 
     context = multiprocessing.get_context(_START_METHOD)
@@ -134,7 +148,7 @@ def _team(job: Job, target: Target, count: int) -> Iterator[list[_Worker]]:
     try:
         for _ in range(count):
             try:
-                team.append(_Worker(context, job, target, team))
+                team.append(_Worker(context, job, paths, team))
             except OSError as ex:  # no memory, no descriptors, no processes
                 raise PackError(
                     f"cannot start {count} worker processes: {ex.strerror}: give fewer --workers"
@@ -146,31 +160,31 @@ def _team(job: Job, target: Target, count: int) -> Iterator[list[_Worker]]:
 
 
 class _Coordinator:
-    """Gives out work and places, and keeps the book in source order."""
+    """Gives out tasks, and takes results in source order."""
 
-    def __init__(self, job: Job, ledger: Ledger, team: list[_Worker]) -> None:
-        self._job, self._ledger, self._team = job, ledger, team
-        self._blocks = blocks(ledger.stop, ledger.total, len(team), job.specs[0])
-        self._reported: dict[int, tuple[_Worker, Record]] = {}
-        self._placed: deque[Record] = deque()
+    def __init__(self, job: Job, results: Results, team: list[_Worker]) -> None:
+        self._job, self._results, self._team = job, results, team
+        self._blocks = cut_blocks(results.stop, results.total, len(team), job.specs[0])
+        self._reported: dict[int, tuple[_Worker, BlockResult]] = {}
+        self._being_written: deque[BlockResult] = deque()
         self._written: set[int] = set()
 
     def run(self, tick: Tick) -> None:
         """Work until every block is written."""
         for _ in range(_QUEUED):
             for worker in self._team:
-                self._give_work(worker)
+                self._give_block(worker)
         by_conn = {worker.conn: worker for worker in self._team}
-        while self._ledger.stop < self._ledger.total or self._placed:
+        while self._results.stop < self._results.total or self._being_written:
             for conn in wait(list(by_conn), _SECONDS_BETWEEN_TICKS):
                 assert isinstance(conn, Connection)
                 self._receive(by_conn[conn])
             tick(self._take_written())
 
-    def _give_work(self, worker: _Worker) -> None:
+    def _give_block(self, worker: _Worker) -> None:
         block = next(self._blocks, None)
         if block is not None:
-            worker.waiting.append(Work(*block, self._ledger.skips_left))
+            worker.waiting.append(EncodeTask(*block, self._results.skips_left))
             self._send(worker, worker.waiting[-1])
 
     def _receive(self, worker: _Worker) -> None:
@@ -184,21 +198,21 @@ class _Coordinator:
             self._written.add(message.start)
         else:
             worker.waiting.popleft()
-            self._give_work(worker)
+            self._give_block(worker)
             self._reported[message.start] = (worker, message)
-            self._give_places()
+            self._give_positions()
 
-    def _give_places(self) -> None:
-        while self._ledger.stop in self._reported:
-            worker, record = self._reported.pop(self._ledger.stop)
-            self._send(worker, Position(record.start, self._ledger.accept(record)))
-            self._placed.append(record)
+    def _give_positions(self) -> None:
+        while self._results.stop in self._reported:
+            worker, result = self._reported.pop(self._results.stop)
+            self._send(worker, WriteTask(result.start, self._results.accept(result)))
+            self._being_written.append(result)
 
-    def _take_written(self) -> list[Record]:
-        """Return the records of blocks that were written, as far as they follow each other."""
+    def _take_written(self) -> list[BlockResult]:
+        """Return the results of blocks that were written, as far as they follow each other."""
         done = []
-        while self._placed and self._placed[0].start in self._written:
-            done.append(self._placed.popleft())
+        while self._being_written and self._being_written[0].start in self._written:
+            done.append(self._being_written.popleft())
             self._written.remove(done[-1].start)
         return done
 
@@ -224,7 +238,7 @@ class _Coordinator:
 
 def _serve(
     job: Job,
-    target: Target,
+    paths: OutputPaths,
     conn: Connection,
     leave: Sequence[Connection],
     current: Any,
@@ -241,8 +255,8 @@ def _serve(
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     try:
-        with PayloadFiles(*target) as files, whole_images_only():
-            _work(job, conn, files, current)
+        with PayloadFiles(paths, job.specs) as files, whole_images_only():
+            _serve_tasks(job, conn, files, current)
     except (EOFError, ConnectionError):
         pass  # the coordinator is gone, or wants no more
     except (H5FeedError, OSError) as ex:
@@ -257,23 +271,23 @@ def _tell(conn: Connection, error: Exception) -> None:
         conn.send(error)
 
 
-def _work(job: Job, conn: Connection, files: PayloadFiles, current: Any) -> None:
-    todo: deque[Work] = deque()
+def _serve_tasks(job: Job, conn: Connection, files: PayloadFiles, current: Any) -> None:
+    todo: deque[EncodeTask] = deque()
     held: dict[int, Sequence[Sequence[Payload]]] = {}
     held_bytes: dict[int, int] = {}
     while True:
         while conn.poll() or not todo or sum(held_bytes.values()) > _HELD_BYTES:
             message = conn.recv()
-            if isinstance(message, Work):
+            if isinstance(message, EncodeTask):
                 todo.append(message)
             else:
                 files.write(message.at, held.pop(message.start))
                 del held_bytes[message.start]
                 conn.send(Written(message.start))
-        work = todo.popleft()
-        record, held[work.start] = encode_block(job, *work, current)
-        held_bytes[work.start] = sum(record.sizes)
-        conn.send(record)
+        task = todo.popleft()
+        result, held[task.start] = encode_block(job, *task, current)
+        held_bytes[task.start] = sum(result.sizes)
+        conn.send(result)
 
 
 def _die_with(parent: int) -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from h5feed.errors import UsageError
 from h5feed.packing.decode import DecodeError, decode_rgb
-from h5feed.packing.sizing import (
+from h5feed.packing.resize import (
     auto_size,
     check_size,
     fit_image,
