@@ -77,7 +77,7 @@ def time_pack(source: Path, size: int, workers: int) -> float:
     """Seconds of packing the pictures of `source`."""
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
         began = time.perf_counter()
-        h5feed.packing.pack(source, Path(folder, "out.h5"), size=size, workers=workers)
+        h5feed.packing.pack(source, Path(folder, "out.h5"), size=size, num_workers=workers)
         return time.perf_counter() - began
 
 

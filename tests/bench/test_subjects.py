@@ -24,8 +24,8 @@ def root(tmp_path_factory):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg_bytes(smooth(40, 50, seed=number)))
     for store in ("raw", "yuv420", "jpeg"):
-        pack(root / "images", root / f"{store}.h5", store=store, size="32", workers=0)
-    pack(root / "images", root / "original.h5", store="original", workers=0)
+        pack(root / "images", root / f"{store}.h5", store=store, size="32", num_workers=0)
+    pack(root / "images", root / "original.h5", store="original", num_workers=0)
     return root
 
 

@@ -72,7 +72,7 @@ def test_seconds_to_pack_scales_a_sample(tmp_path):
     for store in ("raw", "original"):
         out = tmp_path / f"{store}.h5"
         size = {} if store == "original" else {"size": "32"}
-        pack(tmp_path / "images", out, store=store, workers=0, **size)
+        pack(tmp_path / "images", out, store=store, num_workers=0, **size)
         assert seconds_to_pack(out, tmp_path / "images") > 0
 
 
@@ -81,7 +81,7 @@ def test_seconds_to_pack_is_unknown_for_a_manifest(tmp_path):
     (tmp_path / "images/a.jpg").write_bytes(jpeg_bytes(smooth(40, 50)))
     (tmp_path / "list.csv").write_text("path,label\na.jpg,0\n")
     out = tmp_path / "out.h5"
-    pack(tmp_path / "images", out, manifest=tmp_path / "list.csv", size="32", workers=0)
+    pack(tmp_path / "images", out, manifest=tmp_path / "list.csv", size="32", num_workers=0)
     assert seconds_to_pack(out, tmp_path / "images") is None
 
 

@@ -22,7 +22,7 @@ def packed(tmp_path_factory):
         path = root / "images" / f"class{number % 3}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg_bytes(smooth(40, 50, seed=number)))
-    pack(root / "images", root / "data.h5", size="32", workers=0)
+    pack(root / "images", root / "data.h5", size="32", num_workers=0)
     return root
 
 

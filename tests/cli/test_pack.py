@@ -19,7 +19,7 @@ def test_packs_as_the_function_does(folder, out, capsys):
     assert pack_h5(folder, out, "--size", 32, "--store", "yuv420", "--workers", 1) == 0
     assert "x.h5: 24 images, 2 classes, " in capsys.readouterr().out
     packed = sha256(out)
-    pack(folder, out, size=32, store="yuv420", overwrite=True, workers=0)
+    pack(folder, out, size=32, store="yuv420", overwrite=True, num_workers=0)
     assert sha256(out) == packed
 
 

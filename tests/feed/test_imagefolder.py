@@ -26,7 +26,7 @@ def folder():
 def packed(tmp_path_factory):
     """The sample pictures with their short side at `SIDE`, proportions kept."""
     out = tmp_path_factory.mktemp("packed") / "samples.h5"
-    pack(SAMPLES, out, size=str(SIDE), fit="keep", workers=1)
+    pack(SAMPLES, out, size=str(SIDE), fit="keep", num_workers=1)
     return out
 
 
@@ -115,7 +115,7 @@ def test_a_training_script_changes_its_dataset_line_alone(folder, packed, output
 
 def test_the_swap_shows_true_proportions_where_packing_squeezed(folder, tmp_path):
     out = tmp_path / "stretched.h5"
-    pack(SAMPLES, out, size=str(SIDE), workers=1)
+    pack(SAMPLES, out, size=str(SIDE), num_workers=1)
     usual = v2.Compose([v2.Resize(SIDE), v2.CenterCrop(SIDE)])
     swapped = H5Dataset(out, output="pil", transform=usual)
     squeezed = H5Dataset(out, output="pil", transform=usual, aspect="stored")

@@ -62,7 +62,7 @@ def few(tmp_path, monkeypatch):
         "source": folder,
         "size": SIZE,
         "masks": make_masks_of_whole(folder, tmp_path),
-        "workers": 0,
+        "num_workers": 0,
     }
 
 
@@ -110,7 +110,7 @@ def test_whichever_call_fails_it_is_one_sentence_and_resumes(few, out, monkeypat
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_limit_of_size_anywhere_is_one_sentence_and_resumes(few, out, workers):
-    few = few | {"workers": workers}
+    few = few | {"num_workers": workers}
     end = pack(out=out, **few).bytes_out
     expected = sha256(out)
     out.unlink()

@@ -85,7 +85,7 @@ def stop_after(monkeypatch, count):
 def interrupt(monkeypatch, folder, out, count, **options):
     let_go = stop_after(monkeypatch, count)
     with pytest.raises(PackError, match="No space left"):
-        pack(folder, out, size=SIZE, workers=0, **options)
+        pack(folder, out, size=SIZE, num_workers=0, **options)
     let_go()
 
 
@@ -106,7 +106,7 @@ def whole(many, tmp_path_factory):
     """(SHA-256, seconds) of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "x.h5"
     began = time.monotonic()
-    pack(many, out, size=SIZE, workers=2)
+    pack(many, out, size=SIZE, num_workers=2)
     return sha256(out), time.monotonic() - began
 
 
@@ -115,7 +115,7 @@ def whole(many, tmp_path_factory):
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(many, whole, out, kill):
     expected, seconds = whole
     moment = random.Random(kill).random() * seconds
-    child = in_child(lambda: pack(many, out, size=SIZE, workers=2))
+    child = in_child(lambda: pack(many, out, size=SIZE, num_workers=2))
     time.sleep(moment)
     if kill % 2:
         os.killpg(child, signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(many, whole, out, kil
         assert sha256(out) == expected
         assert check_file(out).is_sound
     finished = out.exists() and not OutputPaths.of(out).journal.exists()
-    summary = pack(many, out, size=SIZE, workers=2, resume=True, overwrite=finished)
+    summary = pack(many, out, size=SIZE, num_workers=2, resume=True, overwrite=finished)
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
     assert summary.items == 390
@@ -138,7 +138,7 @@ def test_what_is_done_is_not_done_again(folder, out, encoded, monkeypatch):
     interrupt(monkeypatch, folder, out, 4)
     done = max(encoded) + 1
     encoded.clear()
-    summary = pack(folder, out, size=SIZE, workers=0, resume=True)
+    summary = pack(folder, out, size=SIZE, num_workers=0, resume=True)
     # The block that failed to be written is the one thing that is repeated.
     assert encoded == list(range(summary.resumed, 24))
     assert 0 < done - 4 <= summary.resumed < done
@@ -147,7 +147,7 @@ def test_what_is_done_is_not_done_again(folder, out, encoded, monkeypatch):
 def test_a_busy_worker_dies_with_the_coordinator(folder, out, monkeypatch):
     """It does not look at its pipe while it decodes; the system has to end it."""
     monkeypatch.setattr(encode, "read_file", lambda path, **limits: time.sleep(600))
-    child = in_child(lambda: pack(folder, out, size=SIZE, workers=2))
+    child = in_child(lambda: pack(folder, out, size=SIZE, num_workers=2))
     try:
         wait_until(lambda: len(alive(child)) == 3)
         os.kill(child, signal.SIGKILL)
@@ -161,20 +161,20 @@ def test_a_busy_worker_dies_with_the_coordinator(folder, out, monkeypatch):
 def test_a_killed_run_keeps_nearly_all_that_was_done(many, whole, out, monkeypatch):
     """Killed late, a run must find most of its work in the journal."""
     monkeypatch.setattr(journal, "_SECONDS_BETWEEN_SYNCS", 0.0)
-    child = in_child(lambda: pack(many, out, size=SIZE, workers=2))
+    child = in_child(lambda: pack(many, out, size=SIZE, num_workers=2))
     saved = OutputPaths.of(out).journal
     # An entry of one block is about 400 bytes.
     wait_until(lambda: saved.exists() and saved.stat().st_size > 4000)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     if not out.exists():
-        assert pack(many, out, size=SIZE, workers=2, resume=True).resumed > 0
+        assert pack(many, out, size=SIZE, num_workers=2, resume=True).resumed > 0
     assert sha256(out) == whole[0]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_death_at_the_last_rename(folder, out, encoded, monkeypatch, when):
-    pack(folder, out, size=SIZE, workers=0)
+    pack(folder, out, size=SIZE, num_workers=0)
     expected = sha256(out)
     out.unlink()
     finalize = output.finalize
@@ -185,11 +185,11 @@ def test_death_at_the_last_rename(folder, out, encoded, monkeypatch, when):
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(output, "finalize", die)
-    os.waitpid(in_child(lambda: pack(folder, out, size=SIZE, workers=2)), 0)
+    os.waitpid(in_child(lambda: pack(folder, out, size=SIZE, num_workers=2)), 0)
     assert out.exists() == (when == "after")
     monkeypatch.setattr(output, "finalize", finalize)
     encoded.clear()
-    summary = pack(folder, out, size=SIZE, workers=0, resume=True)
+    summary = pack(folder, out, size=SIZE, num_workers=0, resume=True)
     assert summary.resumed == 24
     assert encoded == []
     assert sha256(out) == expected
@@ -208,21 +208,21 @@ def test_interrupted_by_the_keyboard(folder, out, monkeypatch):
 
     monkeypatch.setattr(encode, "read_file", press)
     with pytest.raises(KeyboardInterrupt, match=r"^interrupted; \d+ of 24 images are kept in .*"):
-        pack(folder, out, size=SIZE, workers=0)
+        pack(folder, out, size=SIZE, num_workers=0)
     monkeypatch.setattr(encode, "read_file", read)
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed >= 8
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed >= 8
 
 
 @pytest.mark.usefixtures("_small_steps")
 def test_changed_options_do_not_resume(folder, out, monkeypatch):
     interrupt(monkeypatch, folder, out, 3)
     with pytest.raises(PackError, match=r"fit was 'stretch' and is 'crop'\. Give what"):
-        pack(folder, out, size=SIZE, fit="crop", workers=0, resume=True)
+        pack(folder, out, size=SIZE, fit="crop", num_workers=0, resume=True)
     changed = "any_size was False and is True; size was .64. and is .32."
     with pytest.raises(PackError, match=changed):
-        pack(folder, out, size=32, any_size=True, workers=0, resume=True)
+        pack(folder, out, size=32, any_size=True, num_workers=0, resume=True)
     # Refusals have touched nothing.
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed > 0
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed > 0
 
 
 @pytest.mark.usefixtures("_small_steps")
@@ -231,7 +231,7 @@ def test_other_versions_do_not_resume(folder, out, monkeypatch):
     now = output.versions()
     monkeypatch.setattr(run, "versions", lambda: now | {"torch": "99"})
     with pytest.raises(PackError, match=r"torch was '.*' and is '99'"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
+        pack(folder, out, size=SIZE, num_workers=0, resume=True)
 
 
 @pytest.mark.usefixtures("_small_steps")
@@ -239,22 +239,22 @@ def test_a_changed_source_does_not_resume(folder, out, monkeypatch):
     interrupt(monkeypatch, folder, out, 3)
     os.utime(folder / "dogs" / "011.jpg", (1, 1))
     with pytest.raises(PackError, match=r"the source has changed \(24 images then, 24 now\)"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
+        pack(folder, out, size=SIZE, num_workers=0, resume=True)
     (folder / "dogs" / "011.jpg").unlink()
     with pytest.raises(PackError, match=r"the source has changed \(24 images then, 23 now\)"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
-    assert pack(folder, out, size=SIZE, workers=0, overwrite=True).items == 23
+        pack(folder, out, size=SIZE, num_workers=0, resume=True)
+    assert pack(folder, out, size=SIZE, num_workers=0, overwrite=True).items == 23
 
 
 @pytest.mark.usefixtures("_small_steps")
 def test_limits_and_workers_may_change(folder, out):
     make_folder(folder, broken=(14, 18))
-    pack(folder, out, size=SIZE, workers=2)
+    pack(folder, out, size=SIZE, num_workers=2)
     expected = sha256(out)
     out.unlink()
     with pytest.raises(PackError, match=r"max_skipped=1 .* are kept in .*--resume goes on"):
-        pack(folder, out, size=SIZE, workers=2, max_skipped=1)
-    summary = pack(folder, out, size=SIZE, workers=1, max_skipped=2, resume=True)
+        pack(folder, out, size=SIZE, num_workers=2, max_skipped=1)
+    summary = pack(folder, out, size=SIZE, num_workers=1, max_skipped=2, resume=True)
     assert 0 < summary.resumed <= 18
     assert sha256(out) == expected
 
@@ -264,20 +264,20 @@ def test_a_stricter_limit_counts_what_was_skipped_before(folder, out, monkeypatc
     make_folder(folder, broken=(1, 2))
     interrupt(monkeypatch, folder, out, 3)
     with pytest.raises(PackError, match=r"max_skipped=1 images .* cats/002\.jpg"):
-        pack(folder, out, size=SIZE, workers=0, max_skipped=1, resume=True)
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).items == 22
+        pack(folder, out, size=SIZE, num_workers=0, max_skipped=1, resume=True)
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).items == 22
 
 
 @pytest.mark.usefixtures("_small_steps")
 @pytest.mark.parametrize("cut", [1, 30, 200])
 def test_a_torn_journal_costs_its_last_entry(folder, out, monkeypatch, cut):
-    pack(folder, out, size=SIZE, workers=0)
+    pack(folder, out, size=SIZE, num_workers=0)
     expected = sha256(out)
     out.unlink()
     interrupt(monkeypatch, folder, out, 5)
     saved = OutputPaths.of(out).journal
     os.truncate(saved, saved.stat().st_size - cut)
-    summary = pack(folder, out, size=SIZE, workers=0, resume=True)
+    summary = pack(folder, out, size=SIZE, num_workers=0, resume=True)
     assert 0 < summary.resumed < 18
     assert sha256(out) == expected
 
@@ -289,7 +289,7 @@ def test_a_flipped_bit_in_the_journal_costs_what_follows(folder, out, monkeypatc
     data = bytearray(saved.read_bytes())
     data[-300] ^= 1
     saved.write_bytes(data)
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed < 18
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed < 18
     assert check_file(out).is_sound
 
 
@@ -304,7 +304,7 @@ def test_what_followed_a_torn_entry_is_gone_for_good(folder, out, monkeypatch):
     saved.write_bytes(data)
     interrupt(monkeypatch, folder, out, 1, resume=True)
     assert saved.stat().st_size < whole
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed < 12
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed < 12
     assert check_file(out).is_sound
 
 
@@ -336,12 +336,12 @@ def flip(path, at):
 def test_pixels_that_are_lost_are_packed_again(folder, out, monkeypatch, capsys, ending, damage):
     """What the journal says is compared with what is there, down to the last bit."""
     masks = make_masks(folder, out.parent.parent / "masks")
-    pack(folder, out, size=SIZE, workers=0, masks=masks)
+    pack(folder, out, size=SIZE, num_workers=0, masks=masks)
     expected = sha256(out)
     out.unlink()
     interrupt(monkeypatch, folder, out, 5, masks=masks)
     damage(out.with_name(f"x.h5.partial{ending}"))
-    summary = pack(folder, out, size=SIZE, workers=0, masks=masks, resume=True, progress=True)
+    summary = pack(folder, out, size=SIZE, num_workers=0, masks=masks, resume=True, progress=True)
     assert summary.resumed < 18
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
@@ -417,7 +417,7 @@ def interrupted(folder, out, monkeypatch):
     make_folder(folder, broken=(2, 9))
     monkeypatch.setattr(workers, "_MOST_IMAGES", 4)
     options = {"fit": "pad", "store": "jpeg"}
-    pack(folder, out, size=SIZE, workers=0, **options)
+    pack(folder, out, size=SIZE, num_workers=0, **options)
     expected = sha256(out)
     out.unlink()
     interrupt(monkeypatch, folder, out, 4, **options)
@@ -426,7 +426,7 @@ def interrupted(folder, out, monkeypatch):
         for path, data in left.items():
             path.write_bytes(data)
         paths.journal.write_bytes(change(left[paths.journal]))
-        return pack(folder, out, size=SIZE, workers=0, resume=True, overwrite=True, **options)
+        return pack(folder, out, size=SIZE, num_workers=0, resume=True, overwrite=True, **options)
 
     paths = OutputPaths.of(out)
     left = {path: path.read_bytes() for path in (paths.partial, paths.journal)}
@@ -525,9 +525,9 @@ def test_a_journal_of_another_version_is_one_sentence(interrupted, header):
 
 
 def test_resume_with_nothing_to_resume_begins(folder, out):
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 0
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed == 0
     with pytest.raises(UsageError, match="exists: give another name, or --overwrite"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
+        pack(folder, out, size=SIZE, num_workers=0, resume=True)
     assert names(out.parent) == ["x.h5"]
 
 
@@ -536,7 +536,7 @@ def just_renamed(folder, out, monkeypatch):
     """OUT of a run that died when it had renamed OUT.partial; return its SHA-256."""
     with monkeypatch.context() as patch:
         patch.setattr(OutputPaths, "discard", lambda *args: None)
-        pack(folder, out, size=SIZE, workers=0)
+        pack(folder, out, size=SIZE, num_workers=0)
     assert names(out.parent) == ["x.h5", "x.h5.partial.journal"]
     return sha256(out)
 
@@ -549,13 +549,13 @@ def test_a_foreign_out_is_not_taken_for_the_end_of_a_run(folder, out, just_renam
         cut(out, 1)
     else:
         other = out.parent.parent / "other.h5"
-        pack(folder, other, size=SIZE, fit="crop", workers=0)
+        pack(folder, other, size=SIZE, fit="crop", num_workers=0)
         other.rename(out)
     before = sha256(out)
     with pytest.raises(UsageError, match="exists: give another name, or --overwrite"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
+        pack(folder, out, size=SIZE, num_workers=0, resume=True)
     assert sha256(out) == before != just_renamed
-    assert pack(folder, out, size=SIZE, workers=0, resume=True, overwrite=True).resumed == 0
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True, overwrite=True).resumed == 0
     assert sha256(out) == just_renamed
     assert names(out.parent) == ["x.h5"]
 
@@ -563,16 +563,16 @@ def test_a_foreign_out_is_not_taken_for_the_end_of_a_run(folder, out, just_renam
 def test_a_finished_out_that_was_damaged_since_is_not_called_done(folder, out, just_renamed):
     flip(out, 20_000)
     with pytest.raises(PackError, match=r"was finished and is damaged \(1 of 24 images\): --ov"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
+        pack(folder, out, size=SIZE, num_workers=0, resume=True)
     flip(out, 20_000)
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 24
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed == 24
     assert sha256(out) == just_renamed
     assert names(out.parent) == ["x.h5"]
 
 
 def test_an_out_that_went_away_is_packed_again(folder, out, just_renamed):
     out.unlink()
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 0
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed == 0
     assert sha256(out) == just_renamed
 
 
@@ -580,7 +580,7 @@ def test_an_out_that_went_away_is_packed_again(folder, out, just_renamed):
 def test_killed_before_the_header_was_whole(folder, out, content):
     OutputPaths.of(out).partial.write_bytes(b"")
     OutputPaths.of(out).journal.write_bytes(content)
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).resumed == 0
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed == 0
 
 
 @pytest.mark.usefixtures("_small_steps")
@@ -589,8 +589,8 @@ def test_an_existing_out_is_whole_until_it_is_replaced(folder, out, monkeypatch)
     interrupt(monkeypatch, folder, out, 3, overwrite=True)
     assert out.read_bytes() == b"precious"
     with pytest.raises(UsageError, match="exists: give another name, or --overwrite"):
-        pack(folder, out, size=SIZE, workers=0, resume=True)
-    assert pack(folder, out, size=SIZE, workers=0, resume=True, overwrite=True).resumed > 0
+        pack(folder, out, size=SIZE, num_workers=0, resume=True)
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True, overwrite=True).resumed > 0
     assert check_file(out).is_sound
 
 
@@ -599,12 +599,12 @@ def test_keep_and_masks_resume_too(folder, out, monkeypatch):
     """Fields of items of their own sizes, and a second payload file."""
     masks = make_masks(folder, out.parent.parent / "masks")
     options = {"fit": "keep", "masks": masks}
-    pack(folder, out, size=SIZE, workers=2, **options)
+    pack(folder, out, size=SIZE, num_workers=2, **options)
     expected = sha256(out)
     out.unlink()
     interrupt(monkeypatch, folder, out, 4, **options)
     assert "x.h5.partial.masks" in names(out.parent)
-    assert pack(folder, out, size=SIZE, workers=2, resume=True, **options).resumed > 0
+    assert pack(folder, out, size=SIZE, num_workers=2, resume=True, **options).resumed > 0
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
 
@@ -613,5 +613,5 @@ def test_keep_and_masks_resume_too(folder, out, monkeypatch):
 def test_beginning_anew_without_masks_leaves_none_behind(folder, out, monkeypatch):
     interrupt(monkeypatch, folder, out, 4, masks=make_masks(folder, out.parent.parent / "masks"))
     assert "x.h5.partial.masks" in names(out.parent)
-    pack(folder, out, size=SIZE, workers=0, overwrite=True)
+    pack(folder, out, size=SIZE, num_workers=0, overwrite=True)
     assert names(out.parent) == ["x.h5"]

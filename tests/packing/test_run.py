@@ -69,17 +69,17 @@ def test_the_function_has_the_options_of_the_dataclass_with_their_defaults():
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_bytes_do_not_depend_on_the_workers(folder, out, count, monkeypatch):
     make_folder(folder, broken=(3, 4, 13))
-    pack(folder, out, size=SIZE, workers=0)
+    pack(folder, out, size=SIZE, num_workers=0)
     expected = sha256(out)
     monkeypatch.setattr(workers, "_MOST_IMAGES", 3)
-    pack(folder, out, size=SIZE, workers=count, overwrite=True)
+    pack(folder, out, size=SIZE, num_workers=count, overwrite=True)
     assert sha256(out) == expected
     assert names(out.parent) == ["x.h5"]
 
 
 def test_pixels_labels_and_keys_are_in_source_order_without_holes(folder, out):
     make_folder(folder, broken=(0, 7, 23))
-    summary = pack(folder, out, size=SIZE, workers=2)
+    summary = pack(folder, out, size=SIZE, num_workers=2)
     (spec,) = field_specs(PackOptions(), (SIZE, SIZE))
     paths = sorted(folder.glob("*/*"))
     kept = [path for number, path in enumerate(paths) if number not in (0, 7, 23)]
@@ -108,9 +108,9 @@ def test_pixels_labels_and_keys_are_in_source_order_without_holes(folder, out):
 )
 def test_every_store_and_fit_is_sound_and_the_same_for_all_workers(folder, out, options):
     options = {"size": SIZE} | options
-    pack(folder, out, workers=0, **options)
+    pack(folder, out, num_workers=0, **options)
     first = sha256(out)
-    pack(folder, out, workers=2, overwrite=True, **options)
+    pack(folder, out, num_workers=2, overwrite=True, **options)
     assert sha256(out) == first
     report = check_file(out)
     assert report.is_sound
@@ -128,7 +128,7 @@ def test_masks_follow_their_images(folder, out, tmp_path):
         )
     wrong = masks / "cats" / "005.png"
     Image.fromarray(np.zeros((3, 3), np.uint8)).save(wrong)
-    summary = pack(folder, out, size=SIZE, fit="keep", masks=masks, workers=2)
+    summary = pack(folder, out, size=SIZE, fit="keep", masks=masks, num_workers=2)
     assert summary.skipped == (("cats/005.jpg", "mask of another size (mask 3x3, image 30x65)"),)
     assert check_file(out).is_sound
     with h5py.File(out) as file:
@@ -139,7 +139,7 @@ def test_masks_follow_their_images(folder, out, tmp_path):
 def test_original_keeps_the_files_own_bytes(folder, out):
     for path in folder.glob("*/*.png"):
         path.unlink()
-    pack(folder, out, store="original", workers=2)
+    pack(folder, out, store="original", num_workers=2)
     with h5py.File(out) as file:
         stored = file["images/bytes"][:].tobytes()
     assert stored == b"".join(path.read_bytes() for path in sorted(folder.glob("*/*")))
@@ -147,12 +147,12 @@ def test_original_keeps_the_files_own_bytes(folder, out):
 
 def test_original_refuses_other_formats_by_name(folder, out):
     with pytest.raises(PackError, match=r"cats/004\.png is not a JPEG file.*--non-jpeg reencode"):
-        pack(folder, out, store="original", workers=1)
+        pack(folder, out, store="original", num_workers=1)
     assert names(out.parent) == []
 
 
 def test_auto_takes_the_power_of_two_nearest_to_the_median(folder, out):
-    pack(folder, out, workers=0)
+    pack(folder, out, num_workers=0)
     with h5py.File(out) as file:
         assert file["images"].shape == (24, 32, 32, 3)
 
@@ -163,7 +163,7 @@ def test_auto_reads_a_header_that_lies_behind_a_large_comment(out, tmp_path):
     data = path.read_bytes()
     comment = b"\xff\xfe\xff\xff" + bytes(0xFFFD)
     path.write_bytes(data[:2] + comment * 2 + data[2:])
-    pack(path.parent, out, workers=0)
+    pack(path.parent, out, num_workers=0)
     with h5py.File(out) as file:
         assert file["images"].shape == (1, 64, 64, 3)
 
@@ -173,11 +173,12 @@ def test_auto_reads_a_header_that_lies_behind_a_large_comment(out, tmp_path):
 
 def test_provenance_says_what_made_the_file_and_nothing_of_the_run(folder, out, tmp_path):
     make_folder(folder, broken=(5,))
-    pack(folder, out, size=SIZE, workers=2)
+    pack(folder, out, size=SIZE, num_workers=2)
     said = provenance(out)
     assert said["options"]["size"] == "32"
     assert (
-        not {"workers", "overwrite", "resume", "on_error", "max_skipped"} & said["options"].keys()
+        not {"num_workers", "overwrite", "resume", "on_error", "max_skipped"}
+        & said["options"].keys()
     )
     assert said["counts"] == {"found": 24, "packed": 23, "skipped": {"truncated": 1}}
     assert said["skipped"] == [["cats/005.jpg", "truncated"]]
@@ -188,7 +189,7 @@ def test_more_skips_than_provenance_holds_are_counted(folder, out, monkeypatch):
     """A file whose provenance is too long is one that nobody can open."""
     make_folder(folder, broken=(5, 6, 7))
     monkeypatch.setattr(output, "_SKIPPED_CHARACTERS", 60)
-    summary = pack(folder, out, size=SIZE, workers=0)
+    summary = pack(folder, out, size=SIZE, num_workers=0)
     said = provenance(out)
     assert said["counts"]["skipped"] == {"truncated": 3}
     assert said["skipped"] == [["cats/005.jpg", "truncated"], ["cats/006.jpg", "truncated"]]
@@ -197,7 +198,7 @@ def test_more_skips_than_provenance_holds_are_counted(folder, out, monkeypatch):
 
 def test_summary_in_words_and_as_json(folder, out):
     make_folder(folder, broken=(5, 6))
-    summary = pack(folder, out, size=SIZE, workers=1)
+    summary = pack(folder, out, size=SIZE, num_workers=1)
     text = str(summary)
     assert "x.h5: 22 images, 2 classes, " in text
     assert "2 images skipped:\n  2 × " in text
@@ -212,7 +213,7 @@ def test_summary_in_words_and_as_json(folder, out):
 def test_the_names_of_targets_are_kept_and_told(folder, out, tmp_path):
     manifest = tmp_path / "list.csv"
     manifest.write_text("id,path,y,age\n7,cats/000.jpg,0.5,3\n8,dogs/001.jpg,1,4\n")
-    summary = pack(folder, out, size=SIZE, manifest=manifest, targets=["age", "y"], workers=0)
+    summary = pack(folder, out, size=SIZE, manifest=manifest, targets=["age", "y"], num_workers=0)
     assert summary.targets == ("age", "y")
     assert "x.h5: 2 images, 2 targets (age, y), " in str(summary)
     assert provenance(out)["targets"] == provenance(out)["options"]["targets"] == ["age", "y"]
@@ -227,16 +228,16 @@ def test_the_names_of_targets_are_kept_and_told(folder, out, tmp_path):
 
 def test_progress_lists_what_is_skipped(folder, out, capsys):
     make_folder(folder, broken=(5,))
-    pack(folder, out, size=SIZE, workers=1, progress=True)
+    pack(folder, out, size=SIZE, num_workers=1, progress=True)
     assert "skipped cats/005.jpg: " in capsys.readouterr().err
-    pack(folder, out, size=SIZE, workers=1, overwrite=True)
+    pack(folder, out, size=SIZE, num_workers=1, overwrite=True)
     assert capsys.readouterr().err == ""
 
 
 def test_progress_lists_also_what_breaks_the_limit(folder, out, capsys):
     make_folder(folder, broken=(0, 1))
     with pytest.raises(PackError, match="more than max_skipped=1 "):
-        pack(folder, out, size=SIZE, workers=0, max_skipped=1, progress=True)
+        pack(folder, out, size=SIZE, num_workers=0, max_skipped=1, progress=True)
     said = capsys.readouterr().err
     assert "skipped cats/000.jpg: truncated\nskipped cats/001.jpg: truncated\n" in said
 
@@ -266,7 +267,7 @@ def test_letterboxed_masks_are_surrounded_by_mask_fill(folder, out, tmp_path):
         target = masks / path.relative_to(folder).with_suffix(".png")
         target.parent.mkdir(parents=True, exist_ok=True)
         mask.save(target)
-    options = {"size": SIZE, "fit": "pad", "masks": masks, "workers": 0, "overwrite": True}
+    options = {"size": SIZE, "fit": "pad", "masks": masks, "num_workers": 0, "overwrite": True}
     found = []
     for fill in ({}, {"mask_fill": 255}):
         pack(folder, out, **options, **fill)
@@ -281,7 +282,7 @@ def test_a_leftover_partial_needs_a_word(folder, out):
     OutputPaths.of(out).partial.write_bytes(b"")
     with pytest.raises(UsageError, match=r"--resume goes on with it, --overwrite begins anew"):
         pack(folder, out, size=SIZE)
-    pack(folder, out, size=SIZE, overwrite=True, workers=0)
+    pack(folder, out, size=SIZE, overwrite=True, num_workers=0)
     assert names(out.parent) == ["x.h5"]
 
 
@@ -289,8 +290,8 @@ def test_a_leftover_partial_needs_a_word(folder, out):
     ("options", "said"),
     [
         ({"quality": 0}, "quality=0 is out of range: give 1 to 100"),
-        ({"workers": -1}, "workers=-1 is too small: give 0 or more"),
-        ({"workers": 1.5}, r"workers=1\.5 is not a whole number"),
+        ({"num_workers": -1}, "num_workers=-1 is too small: give 0 or more"),
+        ({"num_workers": 1.5}, r"num_workers=1\.5 is not a whole number"),
         ({"max_skipped": "3"}, "max_skipped='3' is not a whole number"),
         ({"quality": 90.0}, r"quality=90\.0 is not a whole number"),
         ({"targets": ["a", "b"]}, "targets=a b are columns of a manifest: give one as well"),
@@ -322,7 +323,7 @@ def test_too_small_a_disk_is_refused_before_any_work(folder, out, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage(10_000))
     with pytest.raises(PackError, match=r"needs 43\.0 kB more, and 10\.0 kB are free there"):
-        pack(folder, out, size=SIZE, workers=0)
+        pack(folder, out, size=SIZE, num_workers=0)
     assert names(out.parent) == []
 
 
@@ -332,7 +333,7 @@ def test_two_runs_cannot_work_on_one_out(folder, out, monkeypatch):
         journal.lock(OutputPaths.of(out), ()),
         pytest.raises(PackError, match="is in use by another run"),
     ):
-        pack(folder, out, size=SIZE, workers=0)
+        pack(folder, out, size=SIZE, num_workers=0)
 
 
 def test_a_lock_is_on_the_file_that_is_there(out, monkeypatch):
@@ -365,22 +366,22 @@ def test_a_folder_that_cannot_be_written(folder):
 def test_fail_stops_at_the_first_in_source_order(folder, out):
     make_folder(folder, broken=(20, 9, 15))
     with pytest.raises(PackError, match=r"^cats/009\.png cannot be packed: truncated; "):
-        pack(folder, out, size=SIZE, on_error="fail", workers=2)
-    assert pack(folder, out, size=SIZE, workers=2, resume=True).items == 21
+        pack(folder, out, size=SIZE, on_error="fail", num_workers=2)
+    assert pack(folder, out, size=SIZE, num_workers=2, resume=True).items == 21
 
 
 def test_a_failure_at_the_first_image_leaves_nothing_behind(folder, out):
     make_folder(folder, broken=(0,))
     with pytest.raises(PackError, match=r"^cats/000\.jpg .*; nothing was kept$"):
-        pack(folder, out, size=SIZE, on_error="fail", workers=2)
+        pack(folder, out, size=SIZE, on_error="fail", num_workers=2)
     assert names(out.parent) == []
 
 
 def test_more_than_max_skipped_stops(folder, out):
     make_folder(folder, broken=(2, 9, 15))
     with pytest.raises(PackError, match=r"more than max_skipped=2 images .* is dogs/003\.jpg: "):
-        pack(folder, out, size=SIZE, max_skipped=2, workers=1)
-    assert pack(folder, out, size=SIZE, max_skipped=3, workers=1, resume=True).items == 21
+        pack(folder, out, size=SIZE, max_skipped=2, num_workers=1)
+    assert pack(folder, out, size=SIZE, max_skipped=3, num_workers=1, resume=True).items == 21
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -388,7 +389,7 @@ def test_max_skipped_stops_at_the_image_that_exceeds_it(folder, out, capfd, coun
     """Not at the end of its block, and no image behind it is spoken of."""
     make_folder(folder, broken=(2, 9, 15, 16, 17))
     with pytest.raises(PackError, match=r"more than max_skipped=2 images .* is dogs/003\.jpg: "):
-        pack(folder, out, size=SIZE, max_skipped=2, workers=count, progress=True)
+        pack(folder, out, size=SIZE, max_skipped=2, num_workers=count, progress=True)
     said = [line.split()[1] for line in capfd.readouterr().err.splitlines()]
     assert said == ["cats/002.jpg:", "cats/009.png:", "dogs/003.jpg:"]
 
@@ -414,30 +415,30 @@ def test_max_skipped_is_ten_or_one_percent():
 def test_nothing_to_pack_is_an_error(out, tmp_path):
     folder = make_folder(tmp_path / "images", per_class=2, broken=(0, 1, 2, 3))
     with pytest.raises(PackError, match="none of the 4 images can be packed"):
-        pack(folder, out, size=SIZE, workers=1)
+        pack(folder, out, size=SIZE, num_workers=1)
     assert names(out.parent) == []
     with pytest.raises(PackError, match="size=auto: not one image of those looked at"):
-        pack(folder, out, workers=1)
+        pack(folder, out, num_workers=1)
     assert names(out.parent) == []
 
 
 def test_an_unreadable_file_is_skipped(folder, out, monkeypatch):
     (folder / "cats" / "003.jpg").unlink()
     (folder / "cats" / "003.jpg").symlink_to("nowhere.jpg")
-    summary = pack(folder, out, size=SIZE, workers=2)
+    summary = pack(folder, out, size=SIZE, num_workers=2)
     assert summary.skipped == (("cats/003.jpg", "cannot be read (No such file or directory)"),)
 
 
 def test_a_thin_line_is_not_blown_up(folder, out):
     make_image(folder / "cats" / "line.png", 1, 4000, 0)
-    summary = pack(folder, out, size=SIZE, fit="keep", workers=1)
+    summary = pack(folder, out, size=SIZE, fit="keep", num_workers=1)
     reason = "too many pixels (1x4000 would be resized to 32x128000)"
     assert summary.skipped == (("cats/line.png", reason),)
 
 
 def test_a_side_that_jpeg_cannot_hold_is_skipped(folder, out):
     make_image(folder / "cats" / "line.png", 1, 65501, 0)
-    summary = pack(folder, out, store="original", non_jpeg="reencode", workers=1)
+    summary = pack(folder, out, store="original", non_jpeg="reencode", num_workers=1)
     reason = "too many pixels (1x65501, and JPEG holds 65500 a side)"
     assert summary.skipped == (("cats/line.png", reason),)
 
@@ -446,13 +447,13 @@ def test_a_side_that_jpeg_cannot_hold_is_skipped(folder, out):
 @pytest.mark.timeout(30)
 def test_a_named_pipe_is_skipped_and_not_waited_for(folder, out):
     os.mkfifo(folder / "cats" / "000.jpeg")  # the first, so that size=auto looks at it too
-    summary = pack(folder, out, workers=1)
+    summary = pack(folder, out, num_workers=1)
     assert summary.skipped == (("cats/000.jpeg", "not a regular file"),)
 
 
 def test_a_name_cannot_write_on_the_terminal(folder, out, capsys):
     (folder / "cats" / "a\n\x1b[31mb.jpg").write_bytes(b"")
-    summary = pack(folder, out, size=SIZE, workers=1, progress=True)
+    summary = pack(folder, out, size=SIZE, num_workers=1, progress=True)
     assert "skipped cats/a\\n\\x1b[31mb.jpg: empty file\n" in capsys.readouterr().err
     assert summary.skipped == (("cats/a\n\x1b[31mb.jpg", "empty file"),)
 
@@ -466,7 +467,7 @@ def test_memory_that_runs_out_names_the_file(folder, out, monkeypatch):
 
     monkeypatch.setattr(encode, "fit_image", run_out)
     with pytest.raises(PackError, match=r"out of memory at cats/000\.jpg: fewer --workers"):
-        pack(folder, out, size=SIZE, workers=1)
+        pack(folder, out, size=SIZE, num_workers=1)
 
 
 def test_a_worker_that_dies_is_one_error_that_names_the_file(folder, out, monkeypatch):
@@ -480,26 +481,26 @@ def test_a_worker_that_dies_is_one_error_that_names_the_file(folder, out, monkey
 
     monkeypatch.setattr(encode, "decode_rgb", die)
     with pytest.raises(PackError, match=r"a worker process died \(SIGSEGV\) at dogs/002\.jpg; "):
-        pack(folder, out, size=SIZE, workers=2)
+        pack(folder, out, size=SIZE, num_workers=2)
     assert not out.exists()
 
 
 def test_a_worker_killed_for_memory_says_so(folder, out, monkeypatch):
     monkeypatch.setattr(encode, "decode_rgb", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PackError, match=r"SIGKILL, as when memory runs out\) at cats/000\.jpg"):
-        pack(folder, out, size=SIZE, workers=1)
+        pack(folder, out, size=SIZE, num_workers=1)
 
 
 def test_a_full_disk_leaves_what_can_be_resumed(folder, out, monkeypatch):
     """The file-size limit gives EFBIG where a full disk gives ENOSPC, at the same call."""
-    pack(folder, out, size=SIZE, workers=0)
+    pack(folder, out, size=SIZE, num_workers=0)
     expected = sha256(out)
     monkeypatch.setattr(workers, "_MOST_IMAGES", 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         with pytest.raises(PackError) as caught:
-            pack(folder, out, size=SIZE, workers=1, overwrite=True)
+            pack(folder, out, size=SIZE, num_workers=1, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(caught.value).startswith(f"cannot write {out}.partial: File too large; ")
@@ -507,7 +508,7 @@ def test_a_full_disk_leaves_what_can_be_resumed(folder, out, monkeypatch):
         f"of 24 images are kept in {out}.partial: the same command with --resume goes on"
     )
     assert sha256(out) == expected
-    summary = pack(folder, out, size=SIZE, workers=2, overwrite=True, resume=True)
+    summary = pack(folder, out, size=SIZE, num_workers=2, overwrite=True, resume=True)
     assert 8 <= summary.resumed < 24
     assert sha256(out) == expected
 
@@ -515,7 +516,7 @@ def test_a_full_disk_leaves_what_can_be_resumed(folder, out, monkeypatch):
 def test_a_disk_that_is_full_when_it_is_synced(folder, out, monkeypatch):
     monkeypatch.setattr(journal, "sync_file", failing_with(errno.ENOSPC))
     with pytest.raises(PackError, match="No space left on device; nothing was kept"):
-        pack(folder, out, size=SIZE, workers=1)
+        pack(folder, out, size=SIZE, num_workers=1)
     assert names(out.parent) == []
 
 
@@ -533,7 +534,7 @@ def test_workers_are_as_many_as_cores_and_memory_allow(folder, out, monkeypatch,
     monkeypatch.setattr(run, "available_memory", lambda: memory)
     monkeypatch.setattr(run, "pack_in_processes", in_processes)
     pack(folder, out, size=SIZE)
-    pack(folder, out, size=SIZE, workers=5, overwrite=True)
+    pack(folder, out, size=SIZE, num_workers=5, overwrite=True)
     assert counts == [started, 5]
 
 
@@ -561,7 +562,7 @@ def test_workers_keep_no_pipe_of_their_siblings(folder, out, monkeypatch):
         for path in Path("/proc/self/fd").iterdir()
         if path.is_symlink()
     )
-    pack(folder, out, size=SIZE, workers=3)
+    pack(folder, out, size=SIZE, num_workers=3)
     counts = {path.read_text() for path in folder.parent.glob("sockets*")}
     assert counts == {str(before + 1)}
 
@@ -579,8 +580,8 @@ def test_workers_have_one_thread_each_and_leave_ctrl_c_alone(folder, out, monkey
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        pack(folder, out, size=SIZE, workers=2)
-        pack(folder, out, size=SIZE, workers=0, overwrite=True)
+        pack(folder, out, size=SIZE, num_workers=2)
+        pack(folder, out, size=SIZE, num_workers=0, overwrite=True)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
@@ -591,7 +592,7 @@ def test_workers_have_one_thread_each_and_leave_ctrl_c_alone(folder, out, monkey
 def test_no_process_is_left_behind(folder, out):
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     before = children.read_text()
-    pack(folder, out, size=SIZE, workers=3)
+    pack(folder, out, size=SIZE, num_workers=3)
     assert children.read_text() == before
 
 
@@ -621,10 +622,10 @@ def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkey
     with monkeypatch.context() as short:
         short.setattr(encode, at, run_out)
         with pytest.raises(PackError) as caught:
-            pack(folder, out, size=SIZE, workers=0)
+            pack(folder, out, size=SIZE, num_workers=0)
     assert str(caught.value).startswith("out of memory at cats/008.jpg: fewer --workers or a small")
     assert "8 of 24 images are kept" in str(caught.value)
-    assert pack(folder, out, size=SIZE, workers=0, resume=True).items == 24
+    assert pack(folder, out, size=SIZE, num_workers=0, resume=True).items == 24
 
 
 def test_a_library_that_cannot_be_loaded_leaves_nothing_behind(folder, out, monkeypatch):
@@ -633,7 +634,7 @@ def test_a_library_that_cannot_be_loaded_leaves_nothing_behind(folder, out, monk
 
     monkeypatch.setattr(encode, "fit_image", unloadable)
     with pytest.raises(ImportError, match="failed to map segment"):
-        pack(folder, out, size=SIZE, workers=0)
+        pack(folder, out, size=SIZE, num_workers=0)
     assert names(out.parent) == []
 
 
@@ -641,14 +642,14 @@ def test_too_many_open_files_end_the_run_and_skip_nothing(folder, out, monkeypat
     monkeypatch.setattr(encode, "_encode", failing_with(errno.EMFILE))
     said = r"^cannot read cats/000\.jpg: Too many open files; nothing was kept$"
     with pytest.raises(PackError, match=said):
-        pack(folder, out, size=SIZE, workers=0)
+        pack(folder, out, size=SIZE, num_workers=0)
 
 
 def test_workers_that_cannot_be_started_are_one_sentence(folder, out, monkeypatch):
     monkeypatch.setattr(os, "fork", failing_with(errno.ENOMEM))
     said = "cannot start 2 worker processes: Cannot allocate memory: give fewer --workers; nothing"
     with pytest.raises(PackError, match=said):
-        pack(folder, out, size=SIZE, workers=2)
+        pack(folder, out, size=SIZE, num_workers=2)
     assert names(out.parent) == []
 
 
@@ -658,7 +659,7 @@ def test_a_cut_file_is_refused_whatever_pillow_was_told(folder, out, monkeypatch
     for name in ("cats/000.jpg", "cats/004.png"):
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[: len(data) * 2 // 3])
-    summary = pack(folder, out, size=SIZE, workers=workers)
+    summary = pack(folder, out, size=SIZE, num_workers=workers)
     assert summary.skipped == (("cats/000.jpg", "truncated"), ("cats/004.png", "truncated"))
     assert ImageFile.LOAD_TRUNCATED_IMAGES
 
@@ -669,7 +670,7 @@ def test_a_file_of_50_gb_is_skipped_by_its_size(folder, out, size):
         file.truncate(50_000_000_000)
     with (folder / "cats" / "998.jpg").open("wb") as file:
         file.truncate(900_000)
-    summary = pack(folder, out, size=size, workers=0, max_pixels=10_000)
+    summary = pack(folder, out, size=size, num_workers=0, max_pixels=10_000)
     assert [reason.split(" (")[0] for _, reason in summary.skipped] == [
         "not an image in a known format",
         "file too large",
@@ -690,7 +691,7 @@ def begin(*args, start=run._fill):
     return start(*args)
 
 before, run._fill = set(), begin
-pack(sys.argv[1], sys.argv[2], size=32, workers=2)
+pack(sys.argv[1], sys.argv[2], size=32, num_workers=2)
 print(*sorted(set(sys.modules) - before))
 """
     ran = subprocess.run(
@@ -829,7 +830,7 @@ def test_what_a_dataset_cannot_do(out):
 
 def test_torchvision_imagefolder_packs_as_the_folder_does(folder, out):
     datasets = pytest.importorskip("torchvision.datasets")
-    pack(folder, out, size=SIZE, workers=0)
+    pack(folder, out, size=SIZE, num_workers=0)
     with h5py.File(out) as file:
         images, labels = file["images"][:], file["labels"][:]
     pack(datasets.ImageFolder(folder), out, size=SIZE, overwrite=True)
@@ -841,13 +842,13 @@ def test_torchvision_imagefolder_packs_as_the_folder_does(folder, out):
 
 def test_spawned_workers_give_the_same_bytes(folder, out):
     """What macOS and Windows do; in a script of its own, for spawn imports the main module."""
-    pack(folder, out, size=SIZE, workers=0)
+    pack(folder, out, size=SIZE, num_workers=0)
     expected = sha256(out)
     script = (
         "import sys, h5feed.packing as p, h5feed.packing.workers as w\n"
         "if __name__ == '__main__':\n"
         "    w._START_METHOD = 'spawn'\n"
-        f"    p.pack(sys.argv[1], sys.argv[2], size={SIZE}, workers=2, overwrite=True)\n"
+        f"    p.pack(sys.argv[1], sys.argv[2], size={SIZE}, num_workers=2, overwrite=True)\n"
     )
     path = out.with_name("script.py")
     path.write_text(script)

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from tyro.conf import arg
 
 from h5feed.errors import UsageError
 from h5feed.jpeg import MAX_PIXELS
@@ -11,7 +13,7 @@ from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spe
 
 __all__ = ["PackOptions", "field_specs"]
 
-_NOT_CONTENT = frozenset({"workers", "on_error", "max_skipped", "overwrite", "resume"})
+_NOT_CONTENT = frozenset({"num_workers", "on_error", "max_skipped", "overwrite", "resume"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class PackOptions:
     """Whether an image that cannot be decoded is skipped and listed, or stops the run."""
     max_skipped: int | None = None
     """Stop when more images are skipped; otherwise the larger of 10 and 1 percent."""
-    workers: int | None = None
+    num_workers: Annotated[int | None, arg(name="workers")] = None
     """Worker processes; otherwise one per core (a container's quota counts) while memory lasts.
     0: all is done in one process."""
     overwrite: bool = False
@@ -75,7 +77,7 @@ class PackOptions:
             if get_origin(option.type) is Literal:
                 _among(option.name, getattr(self, option.name), get_args(option.type))
         _in_range("quality", self.quality, 1, 100)
-        for name, least in (("workers", 0), ("max_skipped", 0), ("max_pixels", 1)):
+        for name, least in (("num_workers", 0), ("max_skipped", 0), ("max_pixels", 1)):
             value = getattr(self, name)
             if value is not None:
                 _whole(name, value)

@@ -108,7 +108,7 @@ def pack(
     allow_empty: bool = False,
     on_error: Literal["skip", "fail"] = "skip",
     max_skipped: int | None = None,
-    workers: int | None = None,
+    num_workers: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
     progress: bool = False,
@@ -140,7 +140,7 @@ def pack(
         allow_empty=allow_empty,
         on_error=on_error,
         max_skipped=max_skipped,
-        workers=workers,
+        num_workers=num_workers,
         overwrite=overwrite,
         resume=resume,
     )
@@ -293,7 +293,7 @@ def _fill(paths: OutputPaths, results: Results, journal: Journal, progress: bool
 
 
 def _worker_count(results: Results) -> int:
-    wanted = results.job.options.workers
+    wanted = results.job.options.num_workers
     if isinstance(results.job.source, DatasetSource):
         return 0
     if wanted is None:

@@ -15,7 +15,7 @@ def convert(params: Mapping[str, Any]) -> dict[str, Any]:
 
     out, variant = Path(params["out"]) / "data.h5", params["variant"]
     if variant == "original":
-        h5feed.pack(params["source"], out, store="original", workers=params["workers"])
+        h5feed.pack(params["source"], out, store="original", num_workers=params["workers"])
     else:
         h5feed.pack(
             params["source"],
@@ -23,7 +23,7 @@ def convert(params: Mapping[str, Any]) -> dict[str, Any]:
             store=variant,
             size=str(SIZE),
             quality=QUALITY,
-            workers=params["workers"],
+            num_workers=params["workers"],
         )
     return {"data": str(out)}
 
