@@ -63,7 +63,7 @@ def test_reading_items_allocates_nothing_that_stays_or_grows(tmp_path):
             ds[i]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 4000  # a single picture has 49,152 bytes
+    assert peak < 4000  # a single image has 49,152 bytes
 
 
 def test_plain_h5py_reads_the_same(path):

@@ -250,7 +250,7 @@ class TestCuda:
             for views in found:
                 assert_same(views, by_index(loader))
 
-    def test_pinned_pictures_take_no_memory_of_the_device(self, tmp_path):
+    def test_pinned_images_take_no_memory_of_the_device(self, tmp_path):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=400, side=64))
         before = torch.cuda.memory_allocated()
         loader = H5Loader(ds, 8, device="cuda", residency="pinned")
@@ -261,7 +261,7 @@ class TestCuda:
 
     def test_what_does_not_fit_is_said(self):
         lane = open_lane("cuda")
-        with pytest.raises(UsageError, match=r'residency="device": the pictures take .* GB free'):
+        with pytest.raises(UsageError, match=r'residency="device": the images take .* GB free'):
             lane.reserve(1 << 50, pinned=False)
         assert lane.free_bytes() > 0
 
@@ -316,7 +316,7 @@ class TestCuda:
             assert views[0].device == label.device == torch.device("cuda", 1)
             assert torch.equal(views[0].cpu(), expected[index][0][0].cpu())
 
-    def test_compiled_it_makes_the_same_pictures(self, tmp_path):
+    def test_compiled_it_makes_the_same_images(self, tmp_path):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
         options = {"augment": CROP, "device": "cuda", "with_index": True}
         with H5Loader(ds, 8, compile=True, **options) as loader:

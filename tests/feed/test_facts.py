@@ -17,7 +17,7 @@ def test_channel_stats_are_numpys_over_all_pixels(tmp_path):
     assert stats.std == pytest.approx(pixels.std((0, 1, 2)))
 
 
-def test_channel_stats_weigh_pixels_not_pictures(tmp_path):
+def test_channel_stats_weigh_pixels_not_images(tmp_path):
     shapes = np.int32([[8, 8], [8, 80]])
     images = [np.full((h, w, 3), v, np.uint8) for (h, w), v in zip(shapes, (0, 255), strict=True)]
     spec = image_spec(size=(8, 8), fit="keep")

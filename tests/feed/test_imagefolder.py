@@ -1,4 +1,4 @@
-"""The one-line swap: torchvision's ImageFolder on the pictures, H5Dataset on the packed file."""
+"""The one-line swap: torchvision's ImageFolder on the images, H5Dataset on the packed file."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """The sample pictures with their short side at `SIDE`, proportions kept."""
+    """The sample images with their short side at `SIDE`, proportions kept."""
     out = tmp_path_factory.mktemp("packed") / "samples.h5"
     pack(SAMPLES, out, size=str(SIDE), fit="keep", num_workers=1)
     return out

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.feed.fields import Augmented, WholeItems
-from h5feed.feed.picture import JpegItems
+from h5feed.feed.image import JpegItems
 from h5feed.feed.random import Draws
 from images import smooth
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
@@ -69,7 +69,7 @@ def test_every_sample_once_with_its_label(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ONE_SIZE)
 @pytest.mark.parametrize("on", ["cpu", "device"])
-def test_without_ops_pictures_come_as_they_are_stored(tmp_path, kind, on):
+def test_without_ops_images_come_as_they_are_stored(tmp_path, kind, on):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     found = load(ds, augment_on=on)
     for index, (views, _) in found.items():
@@ -79,7 +79,7 @@ def test_without_ops_pictures_come_as_they_are_stored(tmp_path, kind, on):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
-    """Against the pipeline fed one picture at a time from H5Dataset."""
+    """Against the pipeline fed one image at a time from H5Dataset."""
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind), output="numpy")
     pixels = ds.pixels
     found = load(H5Dataset(pixels.paths), augment=CROP, seed=3)
@@ -95,8 +95,8 @@ def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
             None if pixels.boxes is None else pixels.boxes[[index]],
         )
         out = np.empty((1, 16, 16, 3), np.uint8)
-        picture = pixels.item("images", index) if yuv else ds[index][0]
-        pipeline.run_cpu(params, 0, [picture], out)
+        image = pixels.item("images", index) if yuv else ds[index][0]
+        pipeline.run_cpu(params, 0, [image], out)
         np.testing.assert_array_equal(views[0].permute(1, 2, 0).numpy(), out[0])
 
 
@@ -146,7 +146,7 @@ def test_every_op_that_knows_no_batch_is_among_them():
 def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on, monkeypatch):
     where = {"augment": ops, "augment_on": on, "views": 2}
     expected = load(ds, threads=1, batch_size=12, **where)
-    monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few pictures
+    monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few images
     assert_same(load(ds, threads=8, batch_size=5, **where), expected)
     assert_same(load(ds, threads=2, batch_size=1, prefetch=5, **where), expected)
     ranks = [load(ds, 2, rank=rank, world_size=3, **where) for rank in range(3)]
@@ -157,7 +157,7 @@ def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on, monkeypatch):
 def test_threads_and_batches_change_no_pixel_of_any_store(tmp_path, kind, monkeypatch):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     expected = load(ds, augment=CROP, threads=1, batch_size=12, views=2)
-    monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few pictures
+    monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few images
     assert_same(load(ds, augment=CROP, threads=8, batch_size=5, views=2), expected)
     assert_same(load(ds, augment=CROP, threads=2, batch_size=1, views=2), expected)
 
@@ -172,7 +172,7 @@ def test_threads_and_batches_change_no_pixel_of_any_store(tmp_path, kind, monkey
     ],
     ids=["bytes", "windows", "pixels", "large"],
 )
-def test_small_pictures_are_copied_many_by_a_job(tmp_path, monkeypatch, ops, side, sizes):
+def test_small_images_are_copied_many_by_a_job(tmp_path, monkeypatch, ops, side, sizes):
     ds = H5Dataset(write_packed(tmp_path / "a.h5", random_images(300, (side, side))))
     filled = []
     for field in (WholeItems, Augmented):
@@ -256,7 +256,7 @@ def test_views_of_bytes_for_a_device_are_read_once(ds, monkeypatch):
 
 @pytest.fixture
 def masked(tmp_path):
-    """Pictures whose every channel is the mask itself."""
+    """Images whose every channel is the mask itself."""
     rng = np.random.default_rng(0)
     masks = [rng.integers(0, 9, (32, 32, 1), dtype=np.uint8) for _ in range(10)]
     images = [np.repeat(mask, 3, axis=2) for mask in masks]
@@ -294,7 +294,7 @@ def half(label):
 
 
 @pytest.mark.parametrize("on", ["cpu", "device"])
-def test_masks_have_their_pictures_geometry(masked, on):
+def test_masks_have_their_images_geometry(masked, on):
     ops = (augment.RandomCrop(24), augment.RandomHorizontalFlip(), augment.RandomVerticalFlip())
     with H5Loader(masked, 4, augment=ops, augment_on=on) as loader:
         for images, masks in loader:
@@ -689,11 +689,11 @@ def test_refuses_what_is_no_epoch(ds, epoch):
 
 
 @pytest.mark.parametrize("kind", ["original", "keep"])
-def test_refuses_pictures_of_several_sizes(tmp_path, kind):
+def test_refuses_images_of_several_sizes(tmp_path, kind):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     with pytest.raises(UsageError, match="leaves images of several sizes"):
         H5Loader(ds, 4)
-    with pytest.raises(UsageError, match='augment_on="device" needs pictures of one size'):
+    with pytest.raises(UsageError, match='augment_on="device" needs images of one size'):
         H5Loader(ds, 4, augment=CROP, augment_on="device")
 
 

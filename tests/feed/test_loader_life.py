@@ -188,7 +188,7 @@ def test_an_error_that_is_let_go_takes_the_loader_with_it(tmp_path):
 
 
 def test_an_error_while_planning_reaches_the_caller(ds):
-    ops = (augment.RandomCrop(40),)  # larger than the pictures
+    ops = (augment.RandomCrop(40),)  # larger than the images
     with H5Loader(ds, 4, augment=ops) as loader, pytest.raises(Exception, match="40"):
         next(iter(loader))
 
@@ -527,7 +527,7 @@ def test_a_pass_inherited_through_fork_is_an_error(ds):
 
 
 def write_sparse(path, count, side):
-    """A file of `count` black pictures whose pixels are a hole: as large as wanted, on no disk."""
+    """A file of `count` black images whose pixels are a hole: as large as wanted, on no disk."""
     spec = image_spec(size=(side, side))
     partial = path.with_name("partial")
     partial.touch()

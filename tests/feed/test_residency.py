@@ -1,4 +1,4 @@
-"""Pictures that lie on the device, or page-locked: here the "device" is the CPU."""
+"""Images that lie on the device, or page-locked: here the "device" is the CPU."""
 
 import gc
 from types import SimpleNamespace
@@ -81,7 +81,7 @@ def test_labels_masks_and_several_files(tmp_path):
     assert_equal(passes(ds, residency="device"), passes(ds))
 
 
-def test_pictures_that_do_not_divide_into_words(tmp_path):
+def test_images_that_do_not_divide_into_words(tmp_path):
     """An item of 27 bytes is moved byte by byte, one of 3,072 in words of eight."""
     ds = H5Dataset(write_packed(tmp_path / "a.h5", random_images(9, (3, 3))))
     assert_equal(passes(ds, augment=(), residency="device"), passes(ds, augment=()))
@@ -114,7 +114,7 @@ def test_a_batch_is_the_callers_own(ds):
     assert_same(by_index(make(ds, residency="device")), by_index(make(ds)))
 
 
-def test_loaders_over_one_file_share_the_pictures(ds):
+def test_loaders_over_one_file_share_the_images(ds):
     one = make(ds, residency="device", indices=range(6))
     other = make(H5Dataset(ds.pixels.paths), residency="device", indices=range(6, 12))
     assert one._recipe.resident is other._recipe.resident
@@ -131,7 +131,7 @@ def test_nothing_is_left_for_threads_and_slots(ds):
         list(loader)
         stats = loader.stats()
     assert (stats["residency"], stats["residency_reason"]) == ("device", "as asked")
-    assert (stats["augment_on"], stats["augment_on_reason"]) == ("device", "the pictures are there")
+    assert (stats["augment_on"], stats["augment_on_reason"]) == ("device", "the images are there")
     assert stats["resident_bytes"] == 12 * 32 * 32 * 3
     assert (stats["slots"], stats["slot_bytes"], stats["announced_bytes"]) == (0, 0, 0)
     with make(ds) as loader:
@@ -148,13 +148,13 @@ def test_nothing_is_left_for_threads_and_slots(ds):
         ("keep", ""),
     ],
 )
-def test_refuses_pictures_of_many_sizes(tmp_path, kind, mode, hint):
+def test_refuses_images_of_many_sizes(tmp_path, kind, mode, hint):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     spec = ds.pixels.specs["images"]
     with pytest.raises(UsageError) as caught:
         make(ds, residency=mode, augment_on="auto")
     assert str(caught.value) == (
-        f'residency="{mode}": a device gathers pictures of one size in bytes, and '
+        f'residency="{mode}": a device gathers images of one size in bytes, and '
         f"store={spec.encoding}, fit={spec.fit} has many; pack with --store raw or yuv420 and a "
         f'--fit other than keep, or use residency="stream"{hint}'
     )
@@ -166,7 +166,7 @@ def test_refuses_wrong_arguments(ds):
     with pytest.raises(UsageError) as caught:
         make(ds, residency="device", augment_on="cpu")
     assert str(caught.value) == (
-        'residency="device": augment_on="cpu" needs the pictures in the loader\'s threads; leave '
+        'residency="device": augment_on="cpu" needs the images in the loader\'s threads; leave '
         'augment_on out, or use residency="stream"'
     )
 

@@ -12,7 +12,7 @@ COUNT = 1_000_000
 
 
 def pixels(fit, *, boxes=None):
-    """A million pictures of one stored size, as far as parameters need to know them."""
+    """A million images of one stored size, as far as parameters need to know them."""
     stored = np.broadcast_to(np.int32([32, 32]), (COUNT, 2))
     source = np.tile(np.int32([60, 80]), (COUNT, 1))
     specs = {"images": SimpleNamespace(fit=fit)}
@@ -37,7 +37,7 @@ def test_a_batch_of_parameters_costs_no_more_memory_in_a_large_set(fit):
         tracemalloc.stop()
 
 
-def test_parameters_of_more_samples_than_there_are_pictures():
+def test_parameters_of_more_samples_than_there_are_images():
     few = pixels("stretch")
     few.stored_shapes, few.source_shapes = few.stored_shapes[:3], few.source_shapes[:3]
     indices = np.array([2, 0, 1] * 5)
@@ -45,7 +45,7 @@ def test_parameters_of_more_samples_than_there_are_pictures():
 
 
 def test_each_sample_has_its_own_sizes():
-    """A tall picture's crops are squeezed otherwise than a wide one's."""
+    """A tall image's crops are squeezed otherwise than a wide one's."""
     mixed = pixels("stretch")
     mixed.source_shapes[::2] = 80, 60
     rows = draw(mixed, np.arange(2000))().views[0][0]

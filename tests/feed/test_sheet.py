@@ -19,7 +19,7 @@ def columns_of(sheet, color):
     return np.flatnonzero((abs(pixels - color).max(2) < 8).any(0))
 
 
-def test_stretched_pictures_are_shown_in_their_true_proportions(tmp_path):
+def test_stretched_images_are_shown_in_their_true_proportions(tmp_path):
     red, blue = (200, 0, 0), (0, 0, 200)
     sources = np.int32([[100, 300], [300, 150]])
     path = write_packed(tmp_path / "a.h5", [flat(red), flat(blue)], source_shapes=sources)
@@ -28,12 +28,12 @@ def test_stretched_pictures_are_shown_in_their_true_proportions(tmp_path):
     assert len(columns_of(sheet, blue)) == pytest.approx(60, abs=3)
 
 
-def test_pictures_are_taken_evenly_from_the_classes(tmp_path):
+def test_images_are_taken_evenly_from_the_classes(tmp_path):
     colors = [(200, 0, 0), (0, 0, 200), (0, 150, 0)]
     labels = np.array([0] * 40 + [1] * 5 + [2] * 5)
-    images = [flat(colors[label], (8, 8)) for label in labels]
-    path = write_packed(tmp_path / "a.h5", images, labels=labels, classes=("a", "b", "c"))
-    sheet = contact_sheet(path, pictures=6, height=50, width=1000)
+    colored = [flat(colors[label], (8, 8)) for label in labels]
+    path = write_packed(tmp_path / "a.h5", colored, labels=labels, classes=("a", "b", "c"))
+    sheet = contact_sheet(path, images=6, height=50, width=1000)
     for color in colors:
         assert len(columns_of(sheet, color)) == pytest.approx(100, abs=4)
 
@@ -61,7 +61,7 @@ def test_masks_are_laid_over(tmp_path):
     sheet = np.asarray(contact_sheet(path, height=64, width=300)).astype(int)
     assert (sheet[30, 12] == 0).all()
     wash = class_colors()[1] * 0.35
-    assert (abs(sheet[30, 6 + 60] - wash) < 2).all()  # thin: the picture shows through
+    assert (abs(sheet[30, 6 + 60] - wash) < 2).all()  # thin: the image shows through
     assert (sheet[30, 6 + 32] == class_colors()[1]).all()  # the outline
 
 
@@ -83,7 +83,7 @@ def test_no_two_classes_have_one_color_and_a_legend_names_those_that_are_shown(t
     assert tall.height > sheet.height + 5 * 12  # its entries flow in rows
 
 
-def test_targets_and_a_very_wide_picture(tmp_path):
+def test_targets_and_a_very_wide_image(tmp_path):
     labels = np.float32([[0.5, 2], [1, 3]])
     sources = np.int32([[10, 9000], [10, 10]])
     images = random_images(2, (8, 8))
@@ -101,7 +101,7 @@ def test_images_of_thin_sources_take_no_more_than_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "least"), [({"pictures": 0}, 1), ({"height": 0}, 1), ({"width": 12}, 13)]
+    ("given", "least"), [({"images": 0}, 1), ({"height": 0}, 1), ({"width": 12}, 13)]
 )
 def test_a_sheet_of_nothing_is_refused(tmp_path, given, least):
     path = write_packed(tmp_path / "a.h5", [flat((0, 0, 0))])
@@ -112,4 +112,4 @@ def test_a_sheet_of_nothing_is_refused(tmp_path, given, least):
 
 def test_the_smallest_sheet_there_is(tmp_path):
     path = write_packed(tmp_path / "a.h5", [flat((0, 0, 0))])
-    assert contact_sheet(path, pictures=1, height=1, width=13).width == 13
+    assert contact_sheet(path, images=1, height=1, width=13).width == 13

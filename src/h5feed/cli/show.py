@@ -69,7 +69,7 @@ def _check(command: _Command) -> None:
 
 
 def _write_sheet(command: _Command, path: Path) -> None:
-    sheet = contact_sheet(command.file, pictures=command.images)
+    sheet = contact_sheet(command.file, images=command.images)
     with replaced(Path(os.path.realpath(path))) as file:  # a link goes on leading to its file
         sheet.save(file, "PNG")
 

@@ -11,13 +11,13 @@ from torch.utils.data import Dataset
 
 from h5feed.errors import UsageError
 from h5feed.feed.files import FilePath, expand_paths
-from h5feed.feed.picture import (
+from h5feed.feed.image import (
     Aspect,
     Output,
     check_max_pixels,
     first_squeezed,
+    image_reader,
     in_dtype,
-    picture_reader,
 )
 from h5feed.feed.source import Pixels
 from h5feed.feed.whole import check_whole
@@ -164,13 +164,13 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """The whole field as one uint8 tensor (N, C, H, W), channels_last, without a copy.
 
         Each access gives memory of its own: what is written into one is in no other, in no item
-        and not in the file. Raises UsageError for anything but one raw file whose pictures have
+        and not in the file. Raises UsageError for anything but one raw file whose images have
         one size, and where the system gives no memory that is copied on write.
         """
         spec = self.pixels.specs["images"]
         if spec.encoding != "raw" or not spec.is_fixed or len(self.pixels.paths) > 1:
             raise UsageError(
-                f"images is one tensor only for a single file with store=raw and pictures of one "
+                f"images is one tensor only for a single file with store=raw and images of one "
                 f"size; {self.pixels.name} has store={spec.encoding}, fit={spec.fit}; use ds[i]"
             )
         try:
@@ -249,13 +249,13 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def _bind(self) -> None:
         """Choose once how an image and a target are read."""
         pixels = self.pixels
-        self._image = picture_reader(pixels, "images", output=self.output, aspect=self.aspect)
+        self._image = image_reader(pixels, "images", output=self.output, aspect=self.aspect)
         self._target = self._target_reader()
 
     def _target_reader(self) -> Callable[[int], Any]:
         dtype, labels = self.target_dtype, self.pixels.labels
         if "masks" in self.pixels.specs:
-            read = picture_reader(self.pixels, "masks", output=self.output, aspect=self.aspect)
+            read = image_reader(self.pixels, "masks", output=self.output, aspect=self.aspect)
             return read if dtype is None else in_dtype(read, dtype, self.output)
         if labels.ndim == 2:
             return lambda index: torch.tensor(labels[index], dtype=dtype)

@@ -182,7 +182,7 @@ class CudaLane:
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as ex:
             raise UsageError(
-                f'residency="device": the pictures take {size / 1e9:.1f} GB, and {self.device} has '
+                f'residency="device": the images take {size / 1e9:.1f} GB, and {self.device} has '
                 f'{self.free_bytes() / 1e9:.1f} GB free; use residency="pinned" or "stream"'
             ) from ex
         return memory, memory

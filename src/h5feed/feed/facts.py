@@ -8,7 +8,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from h5feed.feed.picture import picture_reader
+from h5feed.feed.image import image_reader
 from h5feed.feed.source import Pixels
 from h5feed.store import FileIndex
 from h5feed.system import available_cores
@@ -34,12 +34,12 @@ def channel_stats(
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ChannelStats:
-    """Mean and standard deviation of red, green and blue of the stored pictures.
+    """Mean and standard deviation of red, green and blue of the stored images.
 
     With `limit`, at most that many images are read, evenly spaced.
     `progress(n)` is called as n more images are done.
     """
-    read = picture_reader(pixels, "images", output="numpy", aspect="stored")
+    read = image_reader(pixels, "images", output="numpy", aspect="stored")
     count = len(pixels) if limit is None else min(limit, len(pixels))
     chosen = np.linspace(0, len(pixels) - 1, count).round().astype(np.int64)
     total = np.zeros((3, 3))  # pixels, sum and sum of squares, by channel

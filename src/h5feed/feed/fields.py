@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import DamagedItemError
-from h5feed.feed.picture import JpegItems
+from h5feed.feed.image import JpegItems
 from h5feed.feed.slots import Ring, Slot
 from h5feed.feed.source import Pixels, cannot_be
 from h5feed.feed.substitute import GO_ON
 
 __all__ = ["Field"]
 
-Picture = NDArray[np.uint8]
+U8 = NDArray[np.uint8]
 Indices = NDArray[np.int64]
 
-_KEEP = 32 << 20  # bytes of scratch memory per thread; a larger picture gets its own
-_TOGETHER = 1 << 20  # bytes of pictures that stay in the cache between two views of them
-_SMALL = 16 << 10  # bytes of a picture that many are copied of by one call
+_KEEP = 32 << 20  # bytes of scratch memory per thread; a larger image gets its own
+_TOGETHER = 1 << 20  # bytes of images that stay in the cache between two views of them
+_SMALL = 16 << 10  # bytes of an image that many are copied of by one call
 _WORTH = 3 << 18  # bytes of those for a job: 256 of CIFAR's
 
 
@@ -31,7 +31,7 @@ class Field:
     """Base: what fills one field's rows. Subclasses say how."""
 
     least = 1
-    """Rows worth a job of their own. Small pictures are copied many by one call, whose Python
+    """Rows worth a job of their own. Small images are copied many by one call, whose Python
     holds the GIL as long for a few: on two threads CIFAR's come a third faster by 256 than by 128.
     """
 
@@ -107,7 +107,7 @@ class Augmented(Field):
         spec = pixels.specs[name]
         self._pipeline = pipeline
         self._is_mask = spec.channels == 1
-        # One array of one size: the pipeline can take small pictures many at a time.
+        # One array of one size: the pipeline can take small images many at a time.
         one = len(pixels.paths) == 1 and pixels.mapped
         fixed = one and spec.is_fixed and spec.channels == 3
         self._all = pixels.whole(name) if fixed else None
@@ -125,7 +125,7 @@ class Augmented(Field):
                 rows = slot.rows[k0 + a : k0 + a + len(part)]
                 self._run(part, params, k0 + a, rows, view)
 
-    def _run(self, indices: Indices, params: Params, k0: int, rows: Picture, view: int) -> None:
+    def _run(self, indices: Indices, params: Params, k0: int, rows: U8, view: int) -> None:
         if self._all is not None:
             self._pipeline.run_fixed(params, k0, self._all, indices, rows, view=view)
             return
@@ -146,7 +146,7 @@ def _least(item_bytes: int) -> int:
 class DecodedAndAugmented(Field):
     """JPEG items, of which the part that the crops need is decoded and augmented.
 
-    The part of a 256x256 picture that RandomResizedCrop reads takes a third less than the whole.
+    The part of a 256x256 image that RandomResizedCrop reads takes a third less than the whole.
     libjpeg's scaled decoding would save up to a fifth where crops are small, and be 30 to 37 dB
     from the right pixels (tools/bench_decode.py): left out.
     """
@@ -170,23 +170,23 @@ class DecodedAndAugmented(Field):
         ]
         for i, index in enumerate(indices.tolist()):
             try:
-                picture, top, left = self._decode(index, boxes[i])
+                image, top, left = self._decode(index, boxes[i])
             except ValueError as ex:
                 raise self.damaged(index, ex) from ex
             for make, slot in zip(kernels, slots, strict=True):
-                make(i, picture, slot.rows[k0 + i], top, left)
+                make(i, image, slot.rows[k0 + i], top, left)
 
-    def _decode(self, index: int, box: list[int]) -> tuple[Picture, int, int]:
-        """Return pixels of an item that hold `box`, and where in the picture they begin."""
+    def _decode(self, index: int, box: list[int]) -> tuple[U8, int, int]:
+        """Return pixels of an item that hold `box`, and where in the image they begin."""
         height, width = self._shapes[index].tolist()
         top, left, tall, wide = box
         return self._items.decode_region(
             index, (top, left, tall, wide), self._scratch(height * width * 3)
         )
 
-    def _scratch(self, size: int) -> Picture:
+    def _scratch(self, size: int) -> U8:
         """Return uint8 (size,): fresh memory costs up to half as much again as the decoding."""
-        memory: Picture | None = getattr(self._threads, "memory", None)
+        memory: U8 | None = getattr(self._threads, "memory", None)
         if memory is None or len(memory) < size:
             memory = np.empty(size, np.uint8)
             if size <= _KEEP:

@@ -46,7 +46,7 @@ class H5Loader(PackedLoader):
 
     `images` is (B, C, H, W) in channels_last memory, uint8 unless `augment` ends in a float op;
     `labels` int64 (B,), float32 (B, K), or for files with masks uint8 (B, H, W), with the same
-    geometry as their pictures. With `views` above 1, images and masks are tuples.
+    geometry as their images. With `views` above 1, images and masks are tuples.
     A batch's memory is used again once nobody holds it or any view of it.
 
     Which samples come and what happens to them is a function of seed, epoch and sample: threads,
@@ -73,16 +73,16 @@ class H5Loader(PackedLoader):
         shuffle: True, "block" (for disks that hate seeks; long sequential reads) or False. None is
             True, or False with a sampler.
         augment: ops of h5feed.augment, in order.
-        views: differently augmented images per picture, as a tuple.
+        views: how many differently augmented images of each, as a tuple.
         antialias: True, False or "auto", see h5feed.augment.Pipeline.
         device: where batches are delivered.
         augment_on: "cpu" (loader threads), "device" (whole batches, there), or "auto": on a CUDA
-            device wherever pictures have one size. Both make the same pictures, up to rounding,
+            device wherever images have one size. Both make the same images, up to rounding,
             which changes of color in a row multiply: h5feed.augment says by how much.
-        residency: where pictures lie. "stream": in the file; threads read each batch. "device": in
+        residency: where images lie. "stream": in the file; threads read each batch. "device": in
             the device's memory; "pinned": in page-locked memory of the host, over the bus. There
             the device gathers and augments by itself, and the CPU only draws numbers; all
-            pictures are copied there when the loader is made, once for all loaders of a process.
+            images are copied there when the loader is made, once for all loaders of a process.
             "auto": "device" if a quarter of its free memory will do, else "pinned" if half of
             the host's will, else "stream". Samples, crops and states are the same in all.
         compile: run the ops on the device as kernels made by torch.compile, at the first batch;
@@ -178,7 +178,7 @@ class H5Loader(PackedLoader):
         )
         self._reasons = {
             "residency_reason": why,
-            "augment_on_reason": "the pictures are there" if resides else reason,
+            "augment_on_reason": "the images are there" if resides else reason,
             "decoding": explain_decoding(ds.pixels, lane),
         }
         self._compiled = compile_ops(pipeline, on_device=on_device) if compile else None
@@ -232,7 +232,7 @@ class H5Loader(PackedLoader):
         stood in), wait_s (seconds the consumer waited), announced_bytes (to the kernel, ahead of
         their use), held_many (the caller held so many batches that it was warned), slots,
         slot_bytes, threads, prefetch, residency and augment_on with the reason for each,
-        resident_bytes (of pictures held for the device), compiled (whether the ops are),
+        resident_bytes (of images held for the device), compiled (whether the ops are),
         decoding (who decodes, and why).
         """
         rings, resident = self._recipe.rings, self._recipe.resident

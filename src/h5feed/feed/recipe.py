@@ -32,7 +32,7 @@ class Recipe:
 
     Args:
         pixels: what to feed.
-        pipeline: what happens to the pictures; None where they are delivered as stored.
+        pipeline: what happens to the images; None where they are delivered as stored.
         lane: where batches go.
         batch_size: rows of a slot.
         on_device: run the pipeline on the delivered bytes rather than in the loader's threads.
@@ -151,7 +151,7 @@ class Recipe:
 
     def _field(self, spec: FieldSpec) -> Field:
         """Choose the shortest way of a field's items into their rows."""
-        masks = spec.channels == 1  # their geometry is done here, wherever the pictures' is
+        masks = spec.channels == 1  # their geometry is done here, wherever the images' is
         stored = self.pipeline is None or (self.on_device and not masks)
         shape, dtype = self._row(spec, stored)
         views = 1 if self.pipeline is None or stored else self.pipeline.views

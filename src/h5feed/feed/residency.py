@@ -1,4 +1,4 @@
-"""Where the pictures of a loader lie while it runs: what was asked for, or what fits."""
+"""Where the images of a loader lie while it runs: what was asked for, or what fits."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def choose_residency(
 
 
 def _obstacle(pixels: Pixels, augment_on: str) -> tuple[str, str] | None:
-    """Return why a device cannot gather these pictures, and what to do; None if it can."""
+    """Return why a device cannot gather these images, and what to do; None if it can."""
     spec = pixels.specs["images"]
     if not spec.is_fixed:
         return (
-            f"a device gathers pictures of one size in bytes, and store={spec.encoding}, "
+            f"a device gathers images of one size in bytes, and store={spec.encoding}, "
             f"fit={spec.fit} has many",
             'pack with --store raw or yuv420 and a --fit other than keep, or use residency="stream"'
             + (" (DaliLoader decodes JPEG on a GPU)" if spec.is_encoded else ""),
         )
     if augment_on == "cpu":
         return (
-            'augment_on="cpu" needs the pictures in the loader\'s threads',
+            'augment_on="cpu" needs the images in the loader\'s threads',
             'leave augment_on out, or use residency="stream"',
         )
     return None

@@ -1,4 +1,4 @@
-"""A whole field of pictures where the device gathers its own batches: no bytes pass the CPU."""
+"""A whole field of images where the device gathers its own batches: no bytes pass the CPU."""
 
 from __future__ import annotations
 

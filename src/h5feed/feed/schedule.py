@@ -61,7 +61,7 @@ class Schedule:
     Args:
         order: which item stands at which position.
         steps: which positions make a batch.
-        drawing: makes parameters; None where pictures are delivered as they are.
+        drawing: makes parameters; None where images are delivered as they are.
         seed: of the random numbers.
         epoch: of the random numbers.
 

@@ -139,7 +139,7 @@ def choose_pipeline(
 ) -> tuple[Pipeline | None, bool, str]:
     """Return the pipeline, bound; whether it runs on the device; and why.
 
-    No pipeline where pictures are delivered as they are stored: no ops, and RGB of one size.
+    No pipeline where images are delivered as they are stored: no ops, and RGB of one size.
     """
     if on not in get_args(AugmentOn):
         raise UsageError(f'augment_on={on!r} is none of "cpu", "device" and "auto"')
@@ -185,7 +185,7 @@ def choose_pixels(pixels: Pixels, io: str, residency: str) -> Pixels:
 
 
 def explain_decoding(pixels: Pixels, lane: Lane) -> str:
-    """Return who decodes the pictures, and why."""
+    """Return who decodes the images, and why."""
     spec = pixels.specs["images"]
     if not spec.is_encoded:
         return f"nobody: store={spec.encoding} is pixels"
@@ -195,7 +195,7 @@ def explain_decoding(pixels: Pixels, lane: Lane) -> str:
     # the device in every batch (its decode_jpegs_cuda.cpp); deprecated since torchvision 0.29.
     return (
         "loader threads: torchvision's GPU decoder repeats colors where libjpeg interpolates them, "
-        "so that pictures would depend on the device; DaliLoader decodes on a GPU, interpolating"
+        "so that images would depend on the device; DaliLoader decodes on a GPU, interpolating"
     )
 
 
@@ -215,7 +215,7 @@ def _where(on: AugmentOn, one_size: bool, lane: Lane, spec: FieldSpec) -> tuple[
     stored = f"store={spec.encoding}, fit={spec.fit}"
     if on == "device" and not one_size:
         raise UsageError(
-            f'augment_on="device" needs pictures of one size, and {stored} keeps each in its own: '
+            f'augment_on="device" needs images of one size, and {stored} keeps each in its own: '
             'use augment_on="cpu", or pack with another fit'
         )
     if on != "auto":
@@ -223,5 +223,5 @@ def _where(on: AugmentOn, one_size: bool, lane: Lane, spec: FieldSpec) -> tuple[
     if lane.device.type == "cpu":
         return False, "batches stay on the CPU"
     if not one_size:
-        return False, f"{stored} has pictures of several sizes"
+        return False, f"{stored} has images of several sizes"
     return True, f"{lane.device} is faster at it than the loader's threads"

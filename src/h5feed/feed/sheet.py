@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from h5feed.errors import UsageError
-from h5feed.feed.picture import check_max_pixels, picture_reader
+from h5feed.feed.image import check_max_pixels, image_reader
 from h5feed.feed.source import Pixels
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.text import printable
@@ -33,7 +33,7 @@ _FIRST_COLORS = (
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    picture: Image.Image
+    image: Image.Image
     caption: str
     classes: frozenset[int] = field(default_factory=frozenset)
     """Class numbers in its mask."""
@@ -42,22 +42,22 @@ class _Cell:
 def contact_sheet(
     path: str | os.PathLike[str],
     *,
-    pictures: int = 48,
+    images: int = 48,
     height: int = 128,
     width: int = 1200,
     max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
-    """Draw a sample of a packed file, with class names, in the pictures' true proportions.
+    """Draw a sample of a packed file, with class names, in the images' true proportions.
 
-    At most `pictures` of them, taken evenly from all classes in turn; each `height` pixels high,
-    flowing in rows of `width` pixels. Masks are laid over their pictures, each class in a color
+    At most `images` of them, taken evenly from all classes in turn; each `height` pixels high,
+    flowing in rows of `width` pixels. Masks are laid over their images, each class in a color
     of its own, which a legend below names.
 
-    Raises UsageError where one of the numbers is less than 1, or `width` holds no picture, and
-    H5FormatError where a picture is stored at more than `max_pixels` pixels.
+    Raises UsageError where one of the numbers is less than 1, or `width` holds no image, and
+    H5FormatError where an image is stored at more than `max_pixels` pixels.
     """
     for name, given, least in (
-        ("pictures", pictures, 1),
+        ("images", images, 1),
         ("height", height, 1),
         ("width", width, 2 * _MARGIN + 1),
     ):
@@ -66,7 +66,7 @@ def contact_sheet(
     pixels = Pixels([path])
     check_max_pixels(pixels, max_pixels)
     pixels = pixels.reading()
-    cells = [_cell(pixels, index, height, width) for index in _choose(pixels, pictures)]
+    cells = [_cell(pixels, index, height, width) for index in _choose(pixels, images)]
     rows = _rows(cells, width)
     step = height + _CAPTION + _MARGIN
     font = ImageFont.load_default(_FONT)
@@ -78,21 +78,21 @@ def contact_sheet(
     for number, row in enumerate(rows):
         left, top = _MARGIN, _MARGIN + number * step
         for cell in row:
-            sheet.paste(cell.picture, (left, top))
-            caption = _shortened(printable(cell.caption), draw, font, cell.picture.width)
+            sheet.paste(cell.image, (left, top))
+            caption = _shortened(printable(cell.caption), draw, font, cell.image.width)
             draw.text((left, top + height), caption, fill=_INK, font=font)
-            left += cell.picture.width + _MARGIN
+            left += cell.image.width + _MARGIN
     return sheet
 
 
-def _choose(pixels: Pixels, pictures: int) -> list[int]:
+def _choose(pixels: Pixels, images: int) -> list[int]:
     """Pick items evenly from every class, in class order."""
     labels = pixels.labels
     if labels.ndim == 2 or len(np.unique(labels)) < 2:
-        return _evenly(np.arange(len(pixels)), pictures)
+        return _evenly(np.arange(len(pixels)), images)
     kinds = np.unique(labels)
-    kinds = kinds[_evenly(np.arange(len(kinds)), pictures)]
-    each = [pictures // len(kinds) + (i < pictures % len(kinds)) for i in range(len(kinds))]
+    kinds = kinds[_evenly(np.arange(len(kinds)), images)]
+    each = [images // len(kinds) + (i < images % len(kinds)) for i in range(len(kinds))]
     groups = (np.flatnonzero(labels == kind) for kind in kinds)
     return [i for group, n in zip(groups, each, strict=True) for i in _evenly(group, n)]
 
@@ -104,25 +104,25 @@ def _evenly(items: Any, count: int) -> list[int]:
 
 
 def _cell(pixels: Pixels, index: int, height: int, width: int) -> _Cell:
-    picture: Image.Image = _image(pixels, "images", index)
-    fitted = min(round(picture.width * height / picture.height), width - 2 * _MARGIN)
+    image: Image.Image = _image(pixels, "images", index)
+    fitted = min(round(image.width * height / image.height), width - 2 * _MARGIN)
     size = (max(1, fitted), height)
-    picture = picture.resize(size, Image.Resampling.LANCZOS)
+    image = image.resize(size, Image.Resampling.LANCZOS)
     if "masks" in pixels.specs:
         drawn = _image(pixels, "masks", index).resize(size, Image.Resampling.NEAREST)
         mask, caption = np.asarray(drawn), Path(pixels.key(index)).name
-        return _Cell(overlay_mask(picture, mask), caption, frozenset(np.unique(mask).tolist()))
+        return _Cell(overlay_mask(image, mask), caption, frozenset(np.unique(mask).tolist()))
     target = pixels.labels[index].tolist()
     if isinstance(target, int):
         known = 0 <= target < len(pixels.classes)
         caption = pixels.classes[target] if known else f"label {target}"
     else:
         caption = ", ".join(f"{value:g}" for value in target)
-    return _Cell(picture, caption)
+    return _Cell(image, caption)
 
 
 def _image(pixels: Pixels, field: str, index: int) -> Image.Image:
-    image: Image.Image = picture_reader(pixels, field, output="pil", aspect="source")(index)
+    image: Image.Image = image_reader(pixels, field, output="pil", aspect="source")(index)
     return image
 
 
@@ -137,13 +137,13 @@ def class_colors() -> npt.NDArray[np.uint8]:
     return np.array([tuple(color) for color in colors], np.uint8)
 
 
-def overlay_mask(picture: Image.Image, mask: npt.NDArray[np.uint8]) -> Image.Image:
-    """Lay `mask` (H, W), of class numbers, over an RGB picture of its size.
+def overlay_mask(image: Image.Image, mask: npt.NDArray[np.uint8]) -> Image.Image:
+    """Lay `mask` (H, W), of class numbers, over an RGB image of its size.
 
-    Classes are thin washes of color with solid outlines, so that the picture shows through;
+    Classes are thin washes of color with solid outlines, so that the image shows through;
     class 0, usually the background, is left clear.
     """
-    pixels, colors = np.asarray(picture).astype(np.float32), class_colors()[mask]
+    pixels, colors = np.asarray(image).astype(np.float32), class_colors()[mask]
     strength = np.where(mask == _CLEAR, 0.0, _OPACITY)
     strength[_outline(mask)] = 1.0
     mixed = pixels + (colors - pixels) * strength[..., None]
@@ -188,7 +188,7 @@ def _rows(cells: list[_Cell], width: int) -> list[list[_Cell]]:
     rows: list[list[_Cell]] = [[]]
     used = _MARGIN
     for cell in cells:
-        need = cell.picture.width + _MARGIN
+        need = cell.image.width + _MARGIN
         if rows[-1] and used + need > width:
             rows.append([])
             used = _MARGIN

@@ -52,7 +52,7 @@ class Pixels:
         self.labels: npt.NDArray[Any] = _join([i.labels for i in self.indexes])
         """int64 (N,), −1 where there is none; or float32 (N, K)."""
         self.source_shapes: npt.NDArray[np.int32] = _join([i.source_shapes for i in self.indexes])
-        """(N, 2) height and width of each source picture."""
+        """(N, 2) height and width of each source image."""
         self.crc32: npt.NDArray[np.uint32] = _join([i.crc32 for i in self.indexes])
         """(N,) of each item's bytes as packed, its fields in order."""
         self.boxes: npt.NDArray[np.int32] | None = (

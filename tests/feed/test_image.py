@@ -10,7 +10,7 @@ from torchvision.transforms.v2 import functional as F
 
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.dataset import H5Dataset
-from h5feed.feed.picture import JpegItems, source_size
+from h5feed.feed.image import JpegItems, source_size
 from h5feed.feed.sheet import contact_sheet
 from h5feed.jpeg import encode_jpeg, nv12_to_rgb, read_header, rgb_to_nv12
 from mapped import is_view
@@ -18,7 +18,7 @@ from packed import image_spec, random_images, write_packed
 
 
 def ramp(height, width, seed=0):
-    """A smooth picture, which JPEG and YUV keep nearly as it is."""
+    """A smooth image, which JPEG and YUV keep nearly as it is."""
     y, x = np.mgrid[:height, :width]
     planes = [np.sin(x / (9 + seed) + k) * 60 + np.cos(y / 11 + k) * 60 + 128 for k in range(3)]
     return np.stack(planes, axis=2).astype(np.uint8)
@@ -46,41 +46,41 @@ def three_outputs(path, index, **options):
 
 
 def test_yuv420(tmp_path):
-    pictures = [ramp(32, 48, seed) for seed in range(4)]
+    images = [ramp(32, 48, seed) for seed in range(4)]
     path = write_packed(
-        tmp_path / "y.h5", [rgb_to_nv12(p) for p in pictures], spec=image_spec("yuv420", (32, 48))
+        tmp_path / "y.h5", [rgb_to_nv12(p) for p in images], spec=image_spec("yuv420", (32, 48))
     )
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(images):
         got = three_outputs(path, i)
-        assert np.array_equal(got, nv12_to_rgb(rgb_to_nv12(picture)))
-        assert np.abs(got.astype(int) - picture).mean() < 3
+        assert np.array_equal(got, nv12_to_rgb(rgb_to_nv12(image)))
+        assert np.abs(got.astype(int) - image).mean() < 3
 
 
 def test_jpeg_and_items_of_their_own_size(tmp_path):
     shapes = np.int32([[32, 40], [56, 32], [32, 32]])
-    pictures = [ramp(h, w) for h, w in shapes.tolist()]
+    images = [ramp(h, w) for h, w in shapes.tolist()]
     path = write_packed(
         tmp_path / "j.h5",
-        [encode_jpeg(p, 95) for p in pictures],
+        [encode_jpeg(p, 95) for p in images],
         spec=image_spec("jpeg", (32, 32), "keep"),
         stored_shapes=shapes,
     )
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(images):
         got = three_outputs(path, i)
-        assert got.shape == picture.shape
-        assert np.abs(got.astype(int) - picture).mean() < 3
+        assert got.shape == image.shape
+        assert np.abs(got.astype(int) - image).mean() < 3
 
 
 @pytest.mark.parametrize("store", ["raw", "yuv420"])
 def test_keep_without_encoding(tmp_path, store):
     shapes = np.int32([[32, 40], [56, 32], [32, 32]])
-    pictures = [ramp(h, w) for h, w in shapes.tolist()]
-    stored = pictures if store == "raw" else [rgb_to_nv12(p) for p in pictures]
+    photos = [ramp(h, w) for h, w in shapes.tolist()]
+    stored = photos if store == "raw" else [rgb_to_nv12(p) for p in photos]
     path = write_packed(
         tmp_path / "k.h5", stored, spec=image_spec(store, (32, 32), "keep"), stored_shapes=shapes
     )
-    for i, picture in enumerate(pictures):
-        wanted = picture if store == "raw" else nv12_to_rgb(stored[i])
+    for i, photo in enumerate(photos):
+        wanted = photo if store == "raw" else nv12_to_rgb(stored[i])
         assert np.array_equal(three_outputs(path, i), wanted)
     ds = H5Dataset(path)
     image, _ = ds[1]
@@ -88,10 +88,10 @@ def test_keep_without_encoding(tmp_path, store):
 
 
 def test_original_is_turned_upright(tmp_path):
-    picture = ramp(24, 40)
+    image = ramp(24, 40)
     exif = Image.Exif()
     exif[0x0112] = 6  # stored lying, to be turned by a quarter
-    data = [jpeg_bytes(picture, exif=exif), jpeg_bytes(picture)]
+    data = [jpeg_bytes(image, exif=exif), jpeg_bytes(image)]
     path = write_packed(
         tmp_path / "o.h5",
         data,
@@ -99,15 +99,15 @@ def test_original_is_turned_upright(tmp_path):
         stored_shapes=np.int32([[40, 24], [24, 40]]),
         source_shapes=np.int32([[40, 24], [24, 40]]),
     )
-    assert np.abs(three_outputs(path, 0).astype(int) - np.rot90(picture, -1)).mean() < 3
-    assert np.abs(three_outputs(path, 1).astype(int) - picture).mean() < 3
+    assert np.abs(three_outputs(path, 0).astype(int) - np.rot90(image, -1)).mean() < 3
+    assert np.abs(three_outputs(path, 1).astype(int) - image).mean() < 3
     assert three_outputs(path, 0, aspect="source").shape == (40, 24, 3)
 
 
 @pytest.mark.parametrize("source", [(375, 500), (500, 375), (333, 334), (100, 1000), (40, 30)])
 def test_the_true_size_is_that_of_torchvision_s_resize(source):
-    picture = torch.zeros(3, *source, dtype=torch.uint8)
-    assert source_size((64, 64), source) == tuple(F.resize(picture, [64]).shape[1:])
+    image = torch.zeros(3, *source, dtype=torch.uint8)
+    assert source_size((64, 64), source) == tuple(F.resize(image, [64]).shape[1:])
 
 
 def test_the_true_size_covers_a_stored_rectangle():
@@ -129,15 +129,15 @@ def test_what_is_thinner_than_sixteen_to_one_stays_small_and_thin():
 
 
 def test_aspect_source_undoes_the_squeeze_by_one_resize(tmp_path):
-    pictures = [ramp(64, 64, seed) for seed in range(3)]
-    masks = [(p[:, :, :1] // 50).copy() for p in pictures]
+    images = [ramp(64, 64, seed) for seed in range(3)]
+    masks = [(p[:, :, :1] // 50).copy() for p in images]
     sources = np.int32([[300, 400], [500, 250], [80, 80]])
-    path = write_packed(tmp_path / "s.h5", pictures, masks=masks, source_shapes=sources)
+    path = write_packed(tmp_path / "s.h5", images, masks=masks, source_shapes=sources)
     sizes = [(64, 85), (128, 64), (64, 64)]
     ds = H5Dataset(path, aspect="source")
     for i, (height, width) in enumerate(sizes):
         got = three_outputs(path, i, aspect="source")
-        wanted = Image.fromarray(pictures[i]).resize((width, height), Image.Resampling.BILINEAR)
+        wanted = Image.fromarray(images[i]).resize((width, height), Image.Resampling.BILINEAR)
         assert got.shape == (height, width, 3)
         assert np.abs(got.astype(int) - np.asarray(wanted)).max() <= 2
         flat = Image.fromarray(masks[i][:, :, 0])
@@ -147,29 +147,29 @@ def test_aspect_source_undoes_the_squeeze_by_one_resize(tmp_path):
     assert three_outputs(path, 0).shape == (64, 64, 3)
 
 
-def test_aspect_source_cuts_a_padded_picture_out_without_a_copy(tmp_path):
-    pictures = random_images(2, (64, 64))
+def test_aspect_source_cuts_a_padded_image_out_without_a_copy(tmp_path):
+    images = random_images(2, (64, 64))
     boxes = np.int32([[8, 0, 48, 64], [0, 16, 64, 32]])
     path = write_packed(
-        tmp_path / "p.h5", pictures, spec=image_spec(size=(64, 64), fit="pad"), boxes=boxes
+        tmp_path / "p.h5", images, spec=image_spec(size=(64, 64), fit="pad"), boxes=boxes
     )
     ds = H5Dataset(path, aspect="source")
     for i, (top, left, height, width) in enumerate(boxes.tolist()):
-        wanted = pictures[i][top : top + height, left : left + width]
+        wanted = images[i][top : top + height, left : left + width]
         assert np.array_equal(three_outputs(path, i, aspect="source"), wanted)
         assert is_view(path, ds[i][0].data_ptr())
     assert three_outputs(path, 0).shape == (64, 64, 3)
 
 
 def test_aspect_source_leaves_true_proportions_alone(tmp_path):
-    pictures = random_images(2, (64, 64))
+    images = random_images(2, (64, 64))
     path = write_packed(
         tmp_path / "c.h5",
-        pictures,
+        images,
         spec=image_spec(size=(64, 64), fit="crop"),
         source_shapes=[[300, 400], [500, 250]],
     )
-    assert np.array_equal(three_outputs(path, 0, aspect="source"), pictures[0])
+    assert np.array_equal(three_outputs(path, 0, aspect="source"), images[0])
 
 
 def test_an_image_of_more_pixels_than_max_pixels_is_refused_at_opening(tmp_path):
@@ -234,7 +234,7 @@ def test_a_damaged_item_is_named_through_a_worker(damaged):
         list(loader)
 
 
-def test_no_wrong_bit_of_a_header_gives_a_picture(tmp_path):
+def test_no_wrong_bit_of_a_header_gives_a_image(tmp_path):
     good = [encode_jpeg(ramp(24, 32, seed), 90) for seed in range(2)]
     path = write_packed(
         tmp_path / "j.h5",

@@ -1,4 +1,4 @@
-"""What a stored item is to Python code: pixels of a picture, as array, tensor or PIL image."""
+"""What a stored item is to Python code: pixels of an image, as array, tensor or PIL image."""
 
 import math
 from collections.abc import Callable
@@ -31,14 +31,14 @@ __all__ = [
     "Output",
     "check_max_pixels",
     "first_squeezed",
+    "image_reader",
     "in_dtype",
-    "picture_reader",
     "source_size",
 ]
 
 Output = Literal["tensor", "pil", "numpy"]
 Aspect = Literal["stored", "source"]
-Picture = npt.NDArray[np.uint8]
+U8 = npt.NDArray[np.uint8]
 
 _ENCODED = (0xC0, 3, 3, 1)  # frame, components, those of the first scan, EXIF orientation
 _MOST_TIMES = 16  # the stored pixels, in the source's proportions
@@ -46,7 +46,7 @@ _MOST_HEADERS = 4096  # 2.5 MB; with fit="keep" each size has its own
 _AT_ONCE = 1 << 16  # items: the first is found at once, and ten million cost no memory
 
 
-def picture_reader(
+def image_reader(
     pixels: Pixels, field: str, *, output: Output, aspect: Aspect
 ) -> Callable[[int], Any]:
     """Return the function that makes item `index` of a field into what `output` says.
@@ -60,7 +60,7 @@ def picture_reader(
         read = _true_proportions(pixels, field, read)
     if pixels.specs[field].channels == 1:
         read = _without_channel(read)
-    finishers: dict[Output, Callable[[Picture], Any]] = {
+    finishers: dict[Output, Callable[[U8], Any]] = {
         "tensor": _as_tensor,
         "numpy": _as_readonly,
         "pil": Image.fromarray,
@@ -139,7 +139,7 @@ def first_squeezed(pixels: Pixels) -> int | None:
     return None
 
 
-def _stored_reader(pixels: Pixels, field: str, *, writable: bool) -> Callable[[int], Picture]:
+def _stored_reader(pixels: Pixels, field: str, *, writable: bool) -> Callable[[int], U8]:
     """Item → (H, W, C) as stored."""
     encoding = pixels.specs[field].encoding
     if encoding == "raw":
@@ -148,7 +148,7 @@ def _stored_reader(pixels: Pixels, field: str, *, writable: bool) -> Callable[[i
         return lambda index: nv12_to_rgb(pixels.item(field, index))
     items = JpegItems(pixels, field)
 
-    def read(index: int) -> Picture:
+    def read(index: int) -> U8:
         try:
             return items.decode(index)
         except ValueError as ex:
@@ -174,7 +174,7 @@ class JpegItems:
         self._known: dict[bytes, JpegHeader] = {}
         self._length = 0  # of the header met last
 
-    def decode(self, index: int, out: Picture | None = None) -> Picture:
+    def decode(self, index: int, out: U8 | None = None) -> U8:
         """Decode an item, into `out` (C-contiguous) where one is given; ValueError says why not."""
         data = self._pixels.item(self._field, index)
         if self._encoded:
@@ -185,7 +185,7 @@ class JpegItems:
         self._check_size(index, header.rotated_shape)
         return decode_jpeg(content, out, header=header)
 
-    def decode_region(self, index: int, box: Box, scratch: Picture) -> tuple[Picture, int, int]:
+    def decode_region(self, index: int, box: Box, scratch: U8) -> tuple[U8, int, int]:
         """Decode at least `box` of an item; see `decode_jpeg_region`."""
         data = self._pixels.item(self._field, index)
         if self._encoded:
@@ -194,7 +194,7 @@ class JpegItems:
         height, width = self._shapes[index].tolist()
         return self.decode(index, scratch[: height * width * 3].reshape(height, width, 3)), 0, 0
 
-    def _checked(self, index: int, data: Picture) -> JpegHeader:
+    def _checked(self, index: int, data: U8) -> JpegHeader:
         """Return the header of an item that pack-h5 encoded."""
         header = self._known.get(data[: self._length].tobytes())
         if header is None:
@@ -224,22 +224,20 @@ class JpegItems:
             raise ValueError(f"its header says {what}")
 
 
-def _of_size(out: Picture | None, size: list[int]) -> Picture | None:
-    """Return `out`, after a look at whether a picture of `size` (height, width) fits it."""
+def _of_size(out: U8 | None, size: list[int]) -> U8 | None:
+    """Return `out`, after a look at whether an image of `size` (height, width) fits it."""
     if out is not None and out.shape != (*size, 3):
-        raise ValueError(f"the picture is {size[0]}x{size[1]}, the place for it {out.shape}")
+        raise ValueError(f"the image is {size[0]}x{size[1]}, the place for it {out.shape}")
     return out
 
 
-def _true_proportions(
-    pixels: Pixels, field: str, read: Callable[[int], Picture]
-) -> Callable[[int], Picture]:
+def _true_proportions(pixels: Pixels, field: str, read: Callable[[int], U8]) -> Callable[[int], U8]:
     """Undo what fitting did to the proportions: stretched is resized, padded is cut out."""
     spec = pixels.specs[field]
     if spec.fit == "pad" and pixels.boxes is not None:
         boxes = pixels.boxes
 
-        def cut(index: int) -> Picture:
+        def cut(index: int) -> U8:
             top, left, height, width = boxes[index].tolist()
             return read(index)[top : top + height, left : left + width]
 
@@ -250,7 +248,7 @@ def _true_proportions(
     # Only ever enlarges, so plain bilinear is what an antialiased one would give.
     filter_ = cv2.INTER_NEAREST_EXACT if spec.interpolation == "nearest" else cv2.INTER_LINEAR
 
-    def resize(index: int) -> Picture:
+    def resize(index: int) -> U8:
         stored = read(index)
         size = source_size(stored.shape[:2], tuple(shapes[index].tolist()))
         if size == stored.shape[:2]:
@@ -262,21 +260,21 @@ def _true_proportions(
     return resize
 
 
-def _without_channel(read: Callable[[int], Picture]) -> Callable[[int], Picture]:
-    def plane(index: int) -> Picture:
-        pixels: Picture = read(index)[..., 0]
+def _without_channel(read: Callable[[int], U8]) -> Callable[[int], U8]:
+    def plane(index: int) -> U8:
+        pixels: U8 = read(index)[..., 0]
         return pixels
 
     return plane
 
 
-def _as_tensor(picture: Picture) -> torch.Tensor:
-    if picture.ndim == 3:
-        picture = picture.transpose(2, 0, 1)
-    return torch.from_numpy(picture)
+def _as_tensor(image: U8) -> torch.Tensor:
+    if image.ndim == 3:
+        image = image.transpose(2, 0, 1)
+    return torch.from_numpy(image)
 
 
-def _as_readonly(picture: Picture) -> Picture:
-    view: Picture = picture.view()
+def _as_readonly(image: U8) -> U8:
+    view: U8 = image.view()
     view.flags.writeable = False
     return view
