@@ -77,7 +77,7 @@ def compare_loader(options: argparse.Namespace) -> None:
             packed, BATCH, sampler=draws(packed, options), num_workers=options.workers
         )
         subjects[f"made, {name}"] = make_dataloader(
-            packed, BATCH, sampler=draws(packed, options), workers=options.workers
+            packed, BATCH, sampler=draws(packed, options), num_workers=options.workers
         )
     show(race(subjects, options), f"stock, {name}")
 
@@ -88,7 +88,7 @@ def compare_workers(options: argparse.Namespace) -> None:
         packed = H5Dataset(options.file, transform=transform, aspect="stored")
         loaders: dict[str, Iterable[Any]] = {
             f"{name}, workers={workers}": make_dataloader(
-                packed, BATCH, sampler=draws(packed, options), workers=workers
+                packed, BATCH, sampler=draws(packed, options), num_workers=workers
             )
             for workers in range(2 * available_cores() + 1)
         }

@@ -105,7 +105,7 @@ def ds(tmp_path):
 
 def load(ds, **options):
     options = {"augment": CROP, "augment_on": "device", "with_index": True, **options}
-    with H5Loader(ds, 4, threads=3, prefetch=4, **options) as loader:
+    with H5Loader(ds, 4, num_workers=3, prefetch=4, shuffle=True, **options) as loader:
         return by_index(loader), loader.stats()["compiled"]
 
 

@@ -141,7 +141,7 @@ def drop_from_memory(path):
 def test_a_cold_file_is_announced_and_a_warm_one_is_not(tmp_path):
     path = write_packed(tmp_path / "a.h5", random_images(COUNT, (64, 64)))
     drop_from_memory(path)
-    with H5Loader(H5Dataset(path), 8) as loader:
+    with H5Loader(H5Dataset(path), 8, shuffle=True) as loader:
         for _ in loader:
             pass
         cold = loader.stats()["announced_bytes"]

@@ -61,7 +61,7 @@ def test_without_workers_too(path, images):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_whole_and_channels_last(path, images, workers):
-    loader = make_dataloader(H5Dataset(path), 8, workers=workers)
+    loader = make_dataloader(H5Dataset(path), 8, shuffle=True, num_workers=workers)
     assert len(loader) == 3
     orders = []
     for _ in range(2):
@@ -77,25 +77,34 @@ def test_batches_are_whole_and_channels_last(path, images, workers):
 
 def test_the_seed_is_the_order(path):
     ds = H5Dataset(path)
-    orders = [epoch(make_dataloader(ds, 5, workers=0, seed=seed))[1].tolist() for seed in (1, 1, 2)]
+    orders = [
+        epoch(make_dataloader(ds, 5, shuffle=True, num_workers=0, seed=seed))[1].tolist()
+        for seed in (1, 1, 2)
+    ]
     assert orders[0] == orders[1] != orders[2]
     torch.manual_seed(99)
-    assert epoch(make_dataloader(ds, 5, workers=0, seed=1))[1].tolist() == orders[0]
+    assert (
+        epoch(make_dataloader(ds, 5, shuffle=True, num_workers=0, seed=1))[1].tolist() == orders[0]
+    )
 
 
 def test_order_without_shuffle_and_with_a_sampler(path):
     ds = H5Dataset(path)
-    loader = make_dataloader(ds, 8, shuffle=False, workers=0, drop_last=True)
+    loader = make_dataloader(ds, 8, num_workers=0, drop_last=True)
     assert [labels.tolist() for _, labels in loader] == [list(range(8)), list(range(8, 16))]
-    assert epoch(make_dataloader(ds, 2, sampler=[3, 1, 2], workers=0))[1].tolist() == [3, 1, 2]
+    assert epoch(make_dataloader(ds, 2, sampler=[3, 1, 2], num_workers=0))[1].tolist() == [3, 1, 2]
     some = SubsetRandomSampler([4, 5, 6])
-    assert sorted(epoch(make_dataloader(ds, 2, sampler=some, workers=0))[1].tolist()) == [4, 5, 6]
+    assert sorted(epoch(make_dataloader(ds, 2, sampler=some, num_workers=0))[1].tolist()) == [
+        4,
+        5,
+        6,
+    ]
 
 
 def test_every_worker_draws_its_own_numbers_and_the_same_ones_again(path):
     def drawn(seed):
         ds = H5Dataset(path, transform=draw)
-        loader = make_dataloader(ds, 11, shuffle=False, workers=2, seed=seed)
+        loader = make_dataloader(ds, 11, shuffle=False, num_workers=2, seed=seed)
         return torch.cat([numbers for numbers, _ in loader])
 
     first = drawn(0)
@@ -107,10 +116,10 @@ def test_every_worker_draws_its_own_numbers_and_the_same_ones_again(path):
 
 def test_workers_keep_one_thread_and_run_the_caller_s_start_too(path):
     ds = H5Dataset(path, transform=thread_counts)
-    (counts, _) = next(iter(make_dataloader(ds, 22, workers=1)))
+    (counts, _) = next(iter(make_dataloader(ds, 22, shuffle=True, num_workers=1)))
     assert counts.unique().tolist() == [1]
     ds.transform = draw
-    loader = make_dataloader(ds, 11, workers=2, worker_init_fn=note_start, shuffle=False)
+    loader = make_dataloader(ds, 11, num_workers=2, worker_init_fn=note_start, shuffle=False)
     numbers = [batch[0, 2].item() for batch, _ in loader]
     expected = [__import__("random").Random(100 + worker).random() for worker in range(2)]
     assert numbers == pytest.approx(expected)
@@ -123,17 +132,22 @@ def test_workers_do_not_wait_for_threads_that_cv2_had_in_the_parent(path, monkey
     """
     given = []
     monkeypatch.setattr(cv2, "setNumThreads", given.append)
-    make_dataloader(H5Dataset(path), 11, workers=2).worker_init_fn(0)
+    make_dataloader(H5Dataset(path), 11, shuffle=True, num_workers=2).worker_init_fn(0)
     assert given == [0]
 
 
 def test_it_is_a_stock_dataloader_set_up(path):
-    loader = make_dataloader(H5Dataset(path), 4, workers=1, prefetch=5)
+    loader = make_dataloader(H5Dataset(path), 4, shuffle=True, num_workers=1, prefetch=5)
     assert type(loader) is DataLoader
     assert loader.persistent_workers
     assert loader.prefetch_factor == 5
     assert loader.pin_memory == torch.cuda.is_available()
-    assert make_dataloader(H5Dataset(path), 4, workers=0, pin_memory=False).num_workers == 0
+    assert (
+        make_dataloader(
+            H5Dataset(path), 4, shuffle=True, num_workers=0, pin_memory=False
+        ).num_workers
+        == 0
+    )
     assert h5feed.make_dataloader is make_dataloader
 
 
@@ -143,9 +157,13 @@ def test_it_is_a_stock_dataloader_set_up(path):
         ({"batch_size": 0}, "batch_size=0 is not a whole number of at least 1"),
         ({"batch_size": 2.5}, "batch_size=2.5 is not a whole number of at least 1"),
         ({"batch_size": True}, "batch_size=True is not"),
-        ({"workers": -1}, "workers=-1 is not a whole number of at least 0"),
-        ({"workers": "all"}, "workers='all' is not a whole number of at least 0, or \"auto\""),
+        ({"num_workers": -1}, "num_workers=-1 is not a whole number of at least 0"),
+        (
+            {"num_workers": "all"},
+            "num_workers='all' is not a whole number of at least 0, or \"auto\"",
+        ),
         ({"prefetch": 0}, "prefetch=0 is not a whole number of at least 1"),
+        ({"shuffle": True, "sampler": [1]}, "sampler decides the order alone: leave shuffle out"),
         ({"seed": "x"}, "seed='x' is not a whole number of at least 0"),
     ],
 )
@@ -211,7 +229,7 @@ def test_auto_takes_no_more_than_batches_or_shared_memory_allow(path, tmp_path, 
     assert auto_workers(H5Dataset(original), 2) == 5  # crops of unknown size
     machine(cores=8, shared=batch)
     assert auto_workers(work, 2) == 0
-    assert make_dataloader(work, 2).num_workers == 0
+    assert make_dataloader(work, 2, shuffle=True).num_workers == 0
 
 
 def test_auto_knows_nothing_of_a_foreign_dataset_but_its_length(machine):

@@ -360,7 +360,7 @@ def test_the_first_squeezed_image_comes_with_a_warning_where_nobody_asked(tmp_pa
         for asked in ({"aspect": "stored"}, {"aspect": "source"}, {"output": "pil"}):
             H5Dataset(path, **asked)[0]
         H5Dataset(write_packed(tmp_path / "a.h5", images))[0]
-        with H5Loader(H5Dataset(path), 5) as loader:
+        with H5Loader(H5Dataset(path), 5, shuffle=True) as loader:
             list(loader)
         channel_stats(H5Dataset(path).pixels)
 

@@ -94,6 +94,12 @@ class FakeCuda:
         return getattr(self._now, "stream", self.consumers)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpu_means_cuda(tmp_path):
+    with pytest.raises(UsageError, match="device='gpu', but this torch sees no CUDA device"):
+        H5Loader(H5Dataset(write_kind(tmp_path / "a.h5", "raw")), 4, device="gpu")
+
+
 class FakeLane(CudaLane):
     """A CudaLane to the CPU: its copies are done at once, and known as done when told."""
 
@@ -117,7 +123,7 @@ def lane(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*are held at once")
 def test_a_batch_is_sent_on_the_lanes_stream_and_waited_for_on_the_consumers(lane, tmp_path):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
-    with H5Loader(ds, 4, augment=CROP, device="cuda", augment_on="device") as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP, device="cuda", augment_on="device") as loader:
         for number, _ in enumerate(loader, 1):
             waited_for = lane._cuda.consumers.waited_for
             assert len(waited_for) == number
@@ -130,7 +136,7 @@ def test_a_batch_is_sent_on_the_lanes_stream_and_waited_for_on_the_consumers(lan
 def test_a_slot_comes_back_by_event_and_not_before(lane, tmp_path):
     """Batches go on while copies are under way: with slots of their own, and never a host wait."""
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
-    with H5Loader(ds, 4, augment=CROP, prefetch=3, threads=2) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP, prefetch=3, num_workers=2) as loader:
         list(loader)
         slots = [id(slot) for slot, _ in lane.sent]
         assert len(set(slots)) == len(slots) == 15
@@ -147,15 +153,15 @@ def test_a_slot_comes_back_by_event_and_not_before(lane, tmp_path):
 def test_batches_of_a_cuda_lane_are_those_of_the_host(lane, tmp_path, monkeypatch):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "jpeg", count=30))
     options = {"augment": CROP, "with_index": True, "augment_on": "device"}
-    found = by_index(H5Loader(ds, 4, **options))
+    found = by_index(H5Loader(ds, 4, shuffle=True, **options))
     assert lane.sent
     monkeypatch.setattr(loader_module, "open_lane", open_lane)
-    assert_same(found, by_index(H5Loader(ds, 4, **options)))
+    assert_same(found, by_index(H5Loader(ds, 4, shuffle=True, **options)))
 
 
 def test_labels_and_indices_are_copied_from_page_locked_memory(tmp_path, monkeypatch):
     """From pageable memory a copy that is not to block waits for the device all the same."""
-    recipe = H5Loader(H5Dataset(write_kind(tmp_path / "a.h5", "raw")), 4)._recipe
+    recipe = H5Loader(H5Dataset(write_kind(tmp_path / "a.h5", "raw")), 4, shuffle=True)._recipe
     recipe.lane = SimpleNamespace(device=torch.device("meta"), pinned=True)
     locked = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: locked.append(tensor) or tensor)
@@ -188,7 +194,7 @@ def test_memory_of_a_batch_waits_for_the_consumers_stream():
 )
 def test_stats_say_who_decodes(tmp_path, kind, said):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    assert H5Loader(ds, 4).stats()["decoding"] == said
+    assert H5Loader(ds, 4, shuffle=True).stats()["decoding"] == said
     there = explain_decoding(ds.pixels, SimpleNamespace(device=torch.device("cuda", 0)))
     assert ("DaliLoader decodes on a GPU" in there) == (kind == "jpeg")
 
@@ -217,7 +223,7 @@ class TestCuda:
         found = []
         for device in ("cpu", "cuda"):
             with H5Loader(
-                ds, 4, augment=CROP, device=device, augment_on=on, with_index=True
+                ds, 4, shuffle=True, augment=CROP, device=device, augment_on=on, with_index=True
             ) as loader:
                 found.append(by_index(loader))
         for index, (views, label) in found[0].items():
@@ -229,7 +235,7 @@ class TestCuda:
 
     def test_what_is_kept_does_not_change(self, tmp_path):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=200))
-        with H5Loader(ds, 4, device="cuda", prefetch=4) as loader:
+        with H5Loader(ds, 4, shuffle=True, device="cuda", prefetch=4) as loader:
             kept = [images for images, _ in loader]
             copies = [images.clone() for images in kept]
             for images, _ in loader:
@@ -243,19 +249,19 @@ class TestCuda:
     def test_residency_changes_nothing(self, tmp_path, kind, residency):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", kind, count=60))
         options = {"augment": CROP, "device": "cuda", "with_index": True}
-        with H5Loader(ds, 8, residency=residency, **options) as loader:
+        with H5Loader(ds, 8, residency=residency, shuffle=True, **options) as loader:
             assert loader._recipe.resident._rows.is_cuda
             found = [by_index(loader) for _ in range(2)]
-        with H5Loader(ds, 8, **options) as loader:
+        with H5Loader(ds, 8, shuffle=True, **options) as loader:
             for views in found:
                 assert_same(views, by_index(loader))
 
     def test_pinned_images_take_no_memory_of_the_device(self, tmp_path):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=400, side=64))
         before = torch.cuda.memory_allocated()
-        loader = H5Loader(ds, 8, device="cuda", residency="pinned")
+        loader = H5Loader(ds, 8, shuffle=True, device="cuda", residency="pinned")
         assert torch.cuda.memory_allocated() == before
-        resident = H5Loader(ds, 8, device="cuda", residency="device")
+        resident = H5Loader(ds, 8, shuffle=True, device="cuda", residency="device")
         assert torch.cuda.memory_allocated() - before >= 400 * 64 * 64 * 3
         del loader, resident
 
@@ -270,7 +276,9 @@ class TestCuda:
         """Every operation that would is an error of torch's, in any thread."""
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=200))
         ops = (*CROP, augment.ToFloat(torch.float16))
-        with H5Loader(ds, 4, augment=ops, device="cuda", residency=residency) as loader:
+        with H5Loader(
+            ds, 4, shuffle=True, augment=ops, device="cuda", residency=residency
+        ) as loader:
             list(loader)  # allocates, and loads kernels
             torch.cuda.synchronize()
             try:
@@ -283,7 +291,7 @@ class TestCuda:
     def test_the_consumer_gets_its_batch_before_the_device_has_it(self, tmp_path):
         """The host runs ahead: a pass over the loader ends while the device still sleeps."""
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=64))
-        with H5Loader(ds, 4, augment=CROP, device="cuda", prefetch=4) as loader:
+        with H5Loader(ds, 4, shuffle=True, augment=CROP, device="cuda", prefetch=4) as loader:
             list(loader)
             torch.cuda.synchronize()
             torch.cuda._sleep(2_000_000_000)
@@ -295,7 +303,7 @@ class TestCuda:
 
     def test_pinned_slots_come_back_by_event(self, tmp_path):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=400))
-        with H5Loader(ds, 4, device="cuda", prefetch=3, threads=2) as loader:
+        with H5Loader(ds, 4, shuffle=True, device="cuda", prefetch=3, num_workers=2) as loader:
             for _ in range(5):
                 for images, _ in loader:
                     images.sum()
@@ -308,8 +316,10 @@ class TestCuda:
     def test_the_second_device(self, tmp_path, residency):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
         options = {"augment": CROP, "with_index": True, "augment_on": "device"}
-        expected = by_index(H5Loader(ds, 4, device="cuda:0", **options))
-        with H5Loader(ds, 4, device="cuda:1", residency=residency, **options) as loader:
+        expected = by_index(H5Loader(ds, 4, device="cuda:0", shuffle=True, **options))
+        with H5Loader(
+            ds, 4, device="cuda:1", residency=residency, shuffle=True, **options
+        ) as loader:
             found = by_index(loader)
         assert torch.cuda.current_device() == 0
         for index, (views, label) in found.items():
@@ -319,10 +329,10 @@ class TestCuda:
     def test_compiled_it_makes_the_same_images(self, tmp_path):
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
         options = {"augment": CROP, "device": "cuda", "with_index": True}
-        with H5Loader(ds, 8, compile=True, **options) as loader:
+        with H5Loader(ds, 8, compile=True, shuffle=True, **options) as loader:
             found = by_index(loader)
             assert loader.stats()["compiled"]
-        for index, (views, _) in by_index(H5Loader(ds, 8, **options)).items():
+        for index, (views, _) in by_index(H5Loader(ds, 8, shuffle=True, **options)).items():
             off = (views[0].int() - found[index][0][0].int()).abs()
             assert off.max() <= 2
             assert off.float().mean() <= 0.5

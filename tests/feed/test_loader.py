@@ -36,12 +36,13 @@ def ds(tmp_path):
 
 
 def load(ds, batch_size=5, **options):
+    options.setdefault("shuffle", "sampler" not in options)
     with H5Loader(ds, batch_size, with_index=True, **options) as loader:
         return by_index(loader)
 
 
 def test_a_batch_is_what_it_says(ds):
-    with H5Loader(ds, 5, augment=CROP, threads=2) as loader:
+    with H5Loader(ds, 5, shuffle=True, augment=CROP, num_workers=2) as loader:
         batches = list(loader)
         assert len(loader) == len(batches) == 3
     assert [len(images) for images, _ in batches] == [5, 5, 2]
@@ -54,7 +55,7 @@ def test_a_batch_is_what_it_says(ds):
 
 
 def test_drop_last(ds):
-    with H5Loader(ds, 5, drop_last=True) as loader:
+    with H5Loader(ds, 5, shuffle=True, drop_last=True) as loader:
         assert len(loader) == 2
         assert [len(images) for images, _ in loader] == [5, 5]
 
@@ -62,7 +63,7 @@ def test_drop_last(ds):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sample_once_with_its_label(tmp_path, kind):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    found = load(ds, augment=CROP, threads=3)
+    found = load(ds, augment=CROP, num_workers=3)
     assert sorted(found) == list(range(12))
     assert [found[i][1].item() for i in range(12)] == ds.targets
 
@@ -145,10 +146,10 @@ def test_every_op_that_knows_no_batch_is_among_them():
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
 def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on, monkeypatch):
     where = {"augment": ops, "augment_on": on, "views": 2}
-    expected = load(ds, threads=1, batch_size=12, **where)
+    expected = load(ds, num_workers=1, batch_size=12, **where)
     monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few images
-    assert_same(load(ds, threads=8, batch_size=5, **where), expected)
-    assert_same(load(ds, threads=2, batch_size=1, prefetch=5, **where), expected)
+    assert_same(load(ds, num_workers=8, batch_size=5, **where), expected)
+    assert_same(load(ds, num_workers=2, batch_size=1, prefetch=5, **where), expected)
     ranks = [load(ds, 2, rank=rank, world_size=3, **where) for rank in range(3)]
     assert_same({k: v for found in ranks for k, v in found.items()}, expected)
 
@@ -156,10 +157,10 @@ def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_and_batches_change_no_pixel_of_any_store(tmp_path, kind, monkeypatch):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    expected = load(ds, augment=CROP, threads=1, batch_size=12, views=2)
+    expected = load(ds, augment=CROP, num_workers=1, batch_size=12, views=2)
     monkeypatch.setattr("h5feed.feed.fields._WORTH", 0)  # jobs of few images
-    assert_same(load(ds, augment=CROP, threads=8, batch_size=5, views=2), expected)
-    assert_same(load(ds, augment=CROP, threads=2, batch_size=1, views=2), expected)
+    assert_same(load(ds, augment=CROP, num_workers=8, batch_size=5, views=2), expected)
+    assert_same(load(ds, augment=CROP, num_workers=2, batch_size=1, views=2), expected)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_small_images_are_copied_many_by_a_job(tmp_path, monkeypatch, ops, side,
         monkeypatch.setattr(
             field, "fill", lambda self, i, *rest, f=fill: (filled.append(len(i)), f(self, i, *rest))
         )
-    with H5Loader(ds, 300, augment=ops, threads=4) as loader:
+    with H5Loader(ds, 300, shuffle=True, augment=ops, num_workers=4) as loader:
         for _ in loader:
             pass
     assert sum(filled) == 300
@@ -189,14 +190,14 @@ def test_small_images_are_copied_many_by_a_job(tmp_path, monkeypatch, ops, side,
 
 def test_threads_change_no_pixel_of_a_mixed_batch(ds):
     for mix in (augment.Mixup(), augment.CutMix()):
-        found = [load(ds, 6, augment=(*CROP, mix), threads=threads) for threads in (1, 8)]
+        found = [load(ds, 6, augment=(*CROP, mix), num_workers=threads) for threads in (1, 8)]
         assert_same(*found)
 
 
 @pytest.mark.parametrize("option", [{"seed": 1}, {"epoch": 1}])
 def test_seed_and_epoch_change_order_and_crops(ds, option):
     def epoch_of(seed=0, epoch=0):
-        with H5Loader(ds, 12, augment=CROP, seed=seed, with_index=True) as loader:
+        with H5Loader(ds, 12, shuffle=True, augment=CROP, seed=seed, with_index=True) as loader:
             loader.set_epoch(epoch)
             ((images, _, indices),) = loader
             return indices.tolist(), {i: images[k].clone() for k, i in enumerate(indices.tolist())}
@@ -226,7 +227,7 @@ def test_views_differ_and_each_is_a_function_of_the_sample(ds, on):
         assert (first == single[index][0][0]).all()
         same += (first == second).all().item()
     assert same < 3
-    assert_same(load(ds, 12, augment=CROP, views=2, augment_on=on, threads=1), found)
+    assert_same(load(ds, 12, augment=CROP, views=2, augment_on=on, num_workers=1), found)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def masked(tmp_path):
 def test_targets_come_in_target_dtype_and_padding_as_ignore_index(masked, views):
     ds = H5Dataset(masked.pixels.paths, target_dtype=torch.int64)
     ops = [augment.RandomCrop(32, padding=16, mask_fill=255)]
-    with H5Loader(ds, 4, augment=ops, views=views) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=ops, views=views) as loader:
         for images, masks in loader:
             pairs = [(images, masks)] if views == 1 else zip(images, masks, strict=True)
             for image, mask in pairs:
@@ -286,7 +287,7 @@ def test_labels_come_in_target_dtype_and_so_to_target_transform(tmp_path):
     for one in H5Dataset(path, target_dtype=torch.int32, target_transform=half):
         assert one[1].dtype == torch.float32
     with pytest.raises(UsageError, match=r"target_dtype=torch\.float32 with .*Mixup.*: mixed targ"):
-        H5Loader(ds, 4, augment=[augment.Mixup()])
+        H5Loader(ds, 4, shuffle=True, augment=[augment.Mixup()])
 
 
 def half(label):
@@ -296,7 +297,7 @@ def half(label):
 @pytest.mark.parametrize("on", ["cpu", "device"])
 def test_masks_have_their_images_geometry(masked, on):
     ops = (augment.RandomCrop(24), augment.RandomHorizontalFlip(), augment.RandomVerticalFlip())
-    with H5Loader(masked, 4, augment=ops, augment_on=on) as loader:
+    with H5Loader(masked, 4, shuffle=True, augment=ops, augment_on=on) as loader:
         for images, masks in loader:
             assert masks.dtype == torch.uint8
             assert masks.shape == (len(images), 24, 24)
@@ -306,13 +307,13 @@ def test_masks_have_their_images_geometry(masked, on):
 def test_masks_without_ops_and_with_views(masked):
     found = load(masked, shuffle=False)
     assert all((mask == masked[i][1]).all() for i, (_, mask) in found.items())
-    with H5Loader(masked, 4, augment=(augment.RandomCrop(24),), views=2) as loader:
+    with H5Loader(masked, 4, shuffle=True, augment=(augment.RandomCrop(24),), views=2) as loader:
         for images, masks in loader:
             assert all((i == m[:, None]).all() for i, m in zip(images, masks, strict=True))
 
 
 def test_mixup_gives_soft_targets(ds):
-    with H5Loader(ds, 6, augment=(*CROP, augment.Mixup())) as loader:
+    with H5Loader(ds, 6, shuffle=True, augment=(*CROP, augment.Mixup())) as loader:
         for _, labels in loader:
             assert labels.dtype == torch.float32
             assert labels.shape == (6, 2)
@@ -321,7 +322,10 @@ def test_mixup_gives_soft_targets(ds):
 
 def test_mixup_on_cpu_and_device_agree(ds):
     ops = (*CROP, augment.Mixup())
-    with H5Loader(ds, 6, augment=ops) as a, H5Loader(ds, 6, augment=ops, augment_on="device") as b:
+    with (
+        H5Loader(ds, 6, shuffle=True, augment=ops) as a,
+        H5Loader(ds, 6, shuffle=True, augment=ops, augment_on="device") as b,
+    ):
         for (here, labels), (there, others) in zip(a, b, strict=True):
             assert (here.float() - there.float()).abs().max() <= 3
             torch.testing.assert_close(labels, others)
@@ -352,11 +356,14 @@ def test_several_files(tmp_path):
 
 
 def order_of(ds, **options):
+    options.setdefault("shuffle", "sampler" not in options)
     with H5Loader(ds, 5, with_index=True, **options) as loader:
         return torch.cat([indices for *_, indices in loader]).tolist()
 
 
 def test_orders(ds):
+    with H5Loader(ds, 5, with_index=True) as loader:  # as torch's DataLoader: none unless asked for
+        assert torch.cat([indices for *_, indices in loader]).tolist() == list(range(12))
     assert order_of(ds, shuffle=False) == list(range(12))
     assert sorted(order_of(ds)) == list(range(12))
     assert order_of(ds) != list(range(12))
@@ -399,7 +406,7 @@ def test_a_sample_drawn_twice_is_augmented_twice(ds):
 
 
 def test_every_pass_is_the_next_epoch(ds):
-    loader = H5Loader(ds, 12, with_index=True)
+    loader = H5Loader(ds, 12, shuffle=True, with_index=True)
     first, second, third = (next(iter(loader))[2].tolist() for _ in range(3))
     assert first != second != third != first
     loader.set_epoch(0)
@@ -414,7 +421,7 @@ def test_a_pass_counts_from_its_first_batch_on(ds):
     def order(passed):
         return [i for *_, indices in passed for i in indices.tolist()]
 
-    loader = H5Loader(ds, 4, with_index=True)
+    loader = H5Loader(ds, 4, shuffle=True, with_index=True)
     first, second = order(loader), order(loader)
     assert first != second
     loader.set_epoch(0)
@@ -428,7 +435,10 @@ def test_a_pass_counts_from_its_first_batch_on(ds):
 
 
 def test_ranks_are_those_of_torch_distributed_when_a_pass_begins(ds, monkeypatch):
-    loader, alone = H5Loader(ds, 2), H5Loader(ds, 2, rank=0, world_size=1)
+    loader, alone = (
+        H5Loader(ds, 2, shuffle=True),
+        H5Loader(ds, 2, shuffle=True, rank=0, world_size=1),
+    )
     assert (loader.rank, loader.world_size, len(loader)) == (0, 1, 6)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -441,7 +451,7 @@ def test_ranks_are_those_of_torch_distributed_when_a_pass_begins(ds, monkeypatch
 
 def test_several_processes_without_a_group_are_an_error(ds, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    loader = H5Loader(ds, 2)  # the group may come later
+    loader = H5Loader(ds, 2, shuffle=True)  # the group may come later
     for use in (len, iter):
         with pytest.raises(UsageError) as caught:
             use(loader)
@@ -450,7 +460,7 @@ def test_several_processes_without_a_group_are_an_error(ds, monkeypatch):
             "torch.distributed.init_process_group() before the first pass or len(), or give the "
             "loader rank and world_size (0 and 1 where each process is to read everything)"
         )
-    assert len(H5Loader(ds, 2, rank=0, world_size=1)) == 6
+    assert len(H5Loader(ds, 2, shuffle=True, rank=0, world_size=1)) == 6
     for value in ("1", "", "nonsense"):
         monkeypatch.setenv("WORLD_SIZE", value)
         assert len(loader) == 6
@@ -495,7 +505,9 @@ def test_tails(tmp_path, tail):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=11))
     seen, repeated = [], 0
     for rank in range(3):
-        with H5Loader(ds, 2, rank=rank, world_size=3, tail=tail, with_index=True) as loader:
+        with H5Loader(
+            ds, 2, shuffle=True, rank=rank, world_size=3, tail=tail, with_index=True
+        ) as loader:
             seen += torch.cat([indices for *_, indices in loader]).tolist()
             repeated += loader.stats()["repeated"]
     if tail == "pad":
@@ -509,7 +521,7 @@ def test_tails(tmp_path, tail):
 
 
 def test_a_list_of_all_batches_is_right_and_warned_of_once(ds):
-    loader = H5Loader(ds, 1, augment=CROP, with_index=True)
+    loader = H5Loader(ds, 1, shuffle=True, augment=CROP, with_index=True)
     with pytest.warns(UserWarning, match="batches are held at once") as caught:
         batches = list(loader)
     assert len(caught) == 1
@@ -528,7 +540,7 @@ def test_a_list_of_all_batches_is_right_and_warned_of_once(ds):
 )
 def test_what_the_caller_keeps_does_not_change(tmp_path, alias):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
-    with H5Loader(ds, 4, augment=CROP) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP) as loader:
         passed = iter(loader)
         kept = alias(next(passed)[0].permute(0, 2, 3, 1))
         copy = np.asarray(kept).copy()
@@ -541,7 +553,7 @@ def test_what_the_caller_keeps_does_not_change(tmp_path, alias):
 
 def test_memory_is_used_again(tmp_path):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
-    with H5Loader(ds, 4, augment=CROP, prefetch=2) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP, prefetch=2) as loader:
         places = {images.data_ptr() for _ in range(4) for images, _ in loader}
         assert len(places) <= 4
         assert loader.stats()["slots"] <= 4
@@ -549,9 +561,9 @@ def test_memory_is_used_again(tmp_path):
 
 def test_small_sets_and_empty_ones(tmp_path):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=1))
-    assert list(load(ds, 5, augment=CROP, threads=8)) == [0]
+    assert list(load(ds, 5, augment=CROP, num_workers=8)) == [0]
     assert load(ds, indices=[]) == {}
-    assert len(H5Loader(ds, 5, indices=[])) == 0
+    assert len(H5Loader(ds, 5, shuffle=True, indices=[])) == 0
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -563,14 +575,14 @@ def test_small_sets_and_empty_ones(tmp_path):
         ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
         ({"prefetch": 0}, "prefetch=0 must be"),
         ({"views": 0}, "views=0 must be"),
-        ({"threads": 0}, 'threads=0 must be "auto" or a whole number'),
-        ({"threads": "many"}, "threads='many' must be"),
+        ({"num_workers": 0}, 'num_workers=0 must be "auto" or a whole number'),
+        ({"num_workers": "many"}, "num_workers='many' must be"),
         ({"shuffle": "blocks"}, "shuffle='blocks' is none of"),
         ({"rank": 1}, "rank=1 and world_size=None: give both or neither"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not in 0 to world_size-1=1"),
         ({"augment_on": "gpu"}, "augment_on='gpu' is none of"),
         ({"device": "meta"}, "device='meta' is not one H5Loader sends to"),
-        ({"device": "gpu"}, "device='gpu' is not one H5Loader sends to: cpu or cuda"),
+        ({"device": "mps"}, "device='mps' is not one H5Loader sends to: cpu or cuda"),
         ({"tail": "cut"}, "tail='cut' is none of pad, drop"),
         ({"on_error": "ignore"}, "on_error='ignore' is none of raise, skip"),
         ({"lookahead": -1}, "lookahead=-1"),
@@ -597,10 +609,10 @@ def test_refuses_a_wrong_argument(ds, options, message):
 def test_mixing_needs_the_number_of_classes_of_a_file_that_has_none(tmp_path, op):
     images = random_images(8, (8, 8))
     path = write_packed(tmp_path / "n.h5", images, labels=np.arange(8) % 4, classes=())
-    loader = H5Loader(H5Dataset(path), 4, augment=[op()])
+    loader = H5Loader(H5Dataset(path), 4, shuffle=True, augment=[op()])
     with loader, pytest.raises(UsageError, match="how many classes there are: give num_classes"):
         list(loader)
-    with H5Loader(H5Dataset(path), 4, augment=[op(num_classes=4)]) as loader:
+    with H5Loader(H5Dataset(path), 4, shuffle=True, augment=[op(num_classes=4)]) as loader:
         assert all(targets.shape == (4, 4) for _, targets in loader)
 
 
@@ -622,7 +634,7 @@ class RASampler(SequentialSampler):
 
 def test_refuses_foreign_datasets_transforms_and_samplers(ds):
     with pytest.raises(UsageError, match="is no H5Dataset; for any other dataset use torch's"):
-        H5Loader([1, 2, 3], 4)
+        H5Loader([1, 2, 3], 4, shuffle=True)
     for sampler in (DistributedSampler(ds, num_replicas=2, rank=0), RASampler(ds)):
         text = f"sampler={type(sampler).__name__} would be split among the ranks twice: .* leave sa"
         with pytest.raises(UsageError, match=text):
@@ -635,7 +647,7 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
         iter(H5Loader(ds, 4, sampler=batches))
     ds = H5Dataset(ds.pixels.paths, transform=lambda image: image, aspect="stored")
     with pytest.raises(UsageError, match="use make_dataloader"):
-        H5Loader(ds, 4)
+        H5Loader(ds, 4, shuffle=True)
 
 
 @pytest.mark.parametrize("output", ["tensor", "numpy", "pil"])
@@ -643,10 +655,10 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
 def test_what_a_dataset_asks_for_is_done_or_refused(ds, output, aspect):
     ds = H5Dataset(ds.pixels.paths, output=output, aspect=aspect)
     if (output, aspect) == ("tensor", "stored"):
-        assert len(H5Loader(ds, 4)) == 3
+        assert len(H5Loader(ds, 4, shuffle=True)) == 3
         return
     with pytest.raises(UsageError) as caught:
-        H5Loader(ds, 4)
+        H5Loader(ds, 4, shuffle=True)
     assert str(caught.value) == (
         f"ds has output={output!r} and aspect={aspect!r}, and H5Loader makes tensors of the images "
         "as they are stored; its crops are drawn in the source's proportions and undo "
@@ -660,12 +672,12 @@ def test_batches_that_no_memory_holds_are_refused_in_a_sentence(tmp_path, monkey
     path = write_packed(tmp_path / "h.h5", [b"not read"] * 2, spec=spec, stored_shapes=shapes)
     monkeypatch.setattr("h5feed.feed.slots.total_memory", lambda: 25 * 10**9)
     with pytest.raises(UsageError) as caught:
-        H5Loader(H5Dataset(path), 256)
+        H5Loader(H5Dataset(path), 256, shuffle=True)
     assert str(caught.value) == (
         "batch_size=256: 3 batches in memory, as prefetch has it, take 154.6 GB, and this machine "
         "has 25.0 GB; give a smaller batch_size, or crop the images in augment"
     )
-    H5Loader(H5Dataset(path), 256, augment=CROP).close()
+    H5Loader(H5Dataset(path), 256, shuffle=True, augment=CROP).close()
 
 
 @pytest.mark.parametrize("said", [5, 9])
@@ -684,7 +696,7 @@ def test_refuses_a_sampler_whose_len_is_not_what_it_gives(ds, said):
 @pytest.mark.parametrize("epoch", ["x", -1, 1.0, None])
 def test_refuses_what_is_no_epoch(ds, epoch):
     with pytest.raises(UsageError) as caught:
-        H5Loader(ds, 4).set_epoch(epoch)
+        H5Loader(ds, 4, shuffle=True).set_epoch(epoch)
     assert str(caught.value) == f"epoch={epoch!r} must be a whole number of at least 0"
 
 
@@ -692,18 +704,18 @@ def test_refuses_what_is_no_epoch(ds, epoch):
 def test_refuses_images_of_several_sizes(tmp_path, kind):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     with pytest.raises(UsageError, match="leaves images of several sizes"):
-        H5Loader(ds, 4)
+        H5Loader(ds, 4, shuffle=True)
     with pytest.raises(UsageError, match='augment_on="device" needs images of one size'):
-        H5Loader(ds, 4, augment=CROP, augment_on="device")
+        H5Loader(ds, 4, shuffle=True, augment=CROP, augment_on="device")
 
 
 def test_stats_say_what_was_done(ds):
-    with H5Loader(ds, 5, augment=CROP, threads=2) as loader:
+    with H5Loader(ds, 5, shuffle=True, augment=CROP, num_workers=2) as loader:
         for _ in loader:
             pass
         stats = loader.stats()
     assert (stats["batches"], stats["images"], stats["skipped"], stats["repeated"]) == (3, 12, 0, 0)
-    assert (stats["threads"], stats["prefetch"], stats["augment_on"]) == (2, 2, "cpu")
+    assert (stats["num_workers"], stats["prefetch"], stats["augment_on"]) == (2, 2, "cpu")
     assert stats["augment_on_reason"] == "batches stay on the CPU"
     assert 0 < stats["slots"] <= 4
     assert stats["slot_bytes"] == stats["slots"] * 5 * 16 * 16 * 3
@@ -715,14 +727,14 @@ def test_cv2_threads_are_turned_off_for_large_images_only(ds, side, left):
     before = cv2.getNumThreads()
     try:
         cv2.setNumThreads(3)
-        H5Loader(ds, 4, augment=(augment.RandomResizedCrop(side),), threads=2)
+        H5Loader(ds, 4, shuffle=True, augment=(augment.RandomResizedCrop(side),), num_workers=2)
         assert cv2.getNumThreads() == left
     finally:
         cv2.setNumThreads(before)
 
 
 def test_the_loader_dies_with_its_last_reference(ds):
-    loader = H5Loader(ds, 2, augment=CROP)
+    loader = H5Loader(ds, 2, shuffle=True, augment=CROP)
     passed = iter(loader)
     next(passed)
     watch = weakref.ref(loader)

@@ -48,7 +48,7 @@ def no_thread_left():
 
 
 def test_break_leaves_a_loader_that_can_be_used(ds):
-    with H5Loader(ds, 4, augment=CROP, threads=3) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP, num_workers=3) as loader:
         for _ in range(50):
             for _ in loader:
                 break
@@ -57,7 +57,7 @@ def test_break_leaves_a_loader_that_can_be_used(ds):
 
 
 def test_an_error_in_the_loop_is_the_callers(ds):
-    loader = H5Loader(ds, 4, augment=CROP, threads=3)
+    loader = H5Loader(ds, 4, shuffle=True, augment=CROP, num_workers=3)
 
     def loop():
         for _ in loader:
@@ -72,7 +72,7 @@ def test_closing_a_generator_that_wraps_a_pass(ds):
     def wrapped(loader):
         yield from loader
 
-    with H5Loader(ds, 4, augment=CROP) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP) as loader:
         generator = wrapped(loader)
         next(generator)
         generator.close()
@@ -80,7 +80,7 @@ def test_closing_a_generator_that_wraps_a_pass(ds):
 
 
 def test_two_passes_at_once(ds):
-    with H5Loader(ds, 4, augment=CROP, with_index=True) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP, with_index=True) as loader:
         one, two = iter(loader), iter(loader)
         for (a, _, i), (b, _, j) in zip(one, two, strict=True):
             assert torch.equal(i, j)
@@ -89,7 +89,7 @@ def test_two_passes_at_once(ds):
 
 
 def test_threads_that_share_a_pass_share_its_batches(ds):
-    with H5Loader(ds, 1, augment=CROP, with_index=True, prefetch=4) as loader:
+    with H5Loader(ds, 1, shuffle=True, augment=CROP, with_index=True, prefetch=4) as loader:
         for _ in range(10):
             passed = iter(loader)
             with ThreadPoolExecutor(4) as threads:
@@ -101,7 +101,7 @@ def test_threads_that_share_a_pass_share_its_batches(ds):
 
 
 def test_close_during_a_pass_and_again(ds):
-    loader = H5Loader(ds, 4, augment=CROP)
+    loader = H5Loader(ds, 4, shuffle=True, augment=CROP)
     passed = iter(loader)
     next(passed)
     loader.close()
@@ -111,7 +111,7 @@ def test_close_during_a_pass_and_again(ds):
 
 def test_a_closed_pass_is_over(ds):
     for _ in range(20):
-        loader = H5Loader(ds, 4, augment=CROP, prefetch=4)
+        loader = H5Loader(ds, 4, shuffle=True, augment=CROP, prefetch=4)
         passed = iter(loader)
         next(passed)
         loader.close()
@@ -127,7 +127,7 @@ def test_close_wakes_a_loop_that_waits(ds, monkeypatch):
         fill(*args)
 
     monkeypatch.setattr(Augmented, "fill", slow)
-    loader = H5Loader(ds, 4, augment=CROP, threads=2)
+    loader = H5Loader(ds, 4, shuffle=True, augment=CROP, num_workers=2)
     looping = threading.Thread(target=lambda: [None for _ in loader], daemon=True)
     looping.start()
     going.wait()
@@ -142,7 +142,7 @@ def test_an_error_in_a_thread_reaches_the_caller(ds, monkeypatch):
             raise MemoryError("no more")
 
     monkeypatch.setattr(Augmented, "fill", fails)
-    with H5Loader(ds, 4, augment=CROP, threads=2, shuffle=False) as loader:
+    with H5Loader(ds, 4, augment=CROP, num_workers=2, shuffle=False) as loader:
         passed = iter(loader)
         assert len([next(passed) for _ in range(4)]) == 4, "batches before it are delivered"
         with pytest.raises(MemoryError, match="no more"):
@@ -181,7 +181,7 @@ def test_an_error_that_is_let_go_takes_the_loader_with_it(tmp_path):
     gc.disable()
     try:
         with suppress(ValueError):
-            next(iter(H5Loader(H5Dataset(path, target_transform=fails), 6)))
+            next(iter(H5Loader(H5Dataset(path, target_transform=fails), 6, shuffle=True)))
         assert wait_until(lambda: not loader_threads())
     finally:
         gc.enable()
@@ -189,7 +189,7 @@ def test_an_error_that_is_let_go_takes_the_loader_with_it(tmp_path):
 
 def test_an_error_while_planning_reaches_the_caller(ds):
     ops = (augment.RandomCrop(40),)  # larger than the images
-    with H5Loader(ds, 4, augment=ops) as loader, pytest.raises(Exception, match="40"):
+    with H5Loader(ds, 4, shuffle=True, augment=ops) as loader, pytest.raises(Exception, match="40"):
         next(iter(loader))
 
 
@@ -207,7 +207,7 @@ def write_damaged(path, encoding="jpeg", damaged=(3,), count=12):
 
 def test_a_damaged_item_names_file_key_and_index(tmp_path):
     path = write_damaged(tmp_path / "a.h5")
-    loader = H5Loader(H5Dataset(path), 4, augment=CROP)
+    loader = H5Loader(H5Dataset(path), 4, shuffle=True, augment=CROP)
     with pytest.raises(DamagedItemError) as caught:
         list(loader)
     text = str(caught.value)
@@ -223,9 +223,9 @@ def test_skip_puts_the_next_whole_sample_in_its_place(tmp_path, encoding, on):
     options = {"augment": CROP, "shuffle": False, "with_index": True, "augment_on": on}
     whole = H5Dataset(write_damaged(tmp_path / "whole.h5", encoding, damaged=()))
     damaged = H5Dataset(write_damaged(tmp_path / "a.h5", encoding, damaged=(3, 5, 6)))
-    with H5Loader(whole, 4, **options) as loader:
+    with H5Loader(whole, 4, shuffle=True, **options) as loader:
         expected = by_index(loader)
-    with H5Loader(damaged, 4, on_error="skip", **options) as loader:
+    with H5Loader(damaged, 4, on_error="skip", shuffle=True, **options) as loader:
         batches = list(loader)
         assert loader.stats()["skipped"] == 3
     indices = [k for *_, found in batches for k in found.tolist()]
@@ -258,7 +258,10 @@ def test_skip_covers_headers_that_lie(tmp_path, encoding, change):
     with H5Loader(ds, 4, augment=CROP, shuffle=False, on_error="skip", with_index=True) as loader:
         assert [i for *_, found in loader for i in found.tolist()] == [0, 1, 2, 0, 4, 5, 6, 7]
     text = r"item 3 .* its header says .* says 32x32"
-    with H5Loader(ds, 4, augment=CROP) as loader, pytest.raises(DamagedItemError, match=text):
+    with (
+        H5Loader(ds, 4, shuffle=True, augment=CROP) as loader,
+        pytest.raises(DamagedItemError, match=text),
+    ):
         list(loader)
 
 
@@ -277,27 +280,27 @@ def test_what_the_disk_does_not_give_is_named_or_skipped(tmp_path, kind):
         rf"^{path}: item 9 of /images \(key '1/ü9.png'\) cannot be read: the file ends before it "
         rf'\(errno {errno.ENODATA}\); check-h5 lists .*, and on_error="skip" goes on without them$'
     )
-    with H5Loader(ds, 6, **options) as loader:
+    with H5Loader(ds, 6, shuffle=True, **options) as loader:
         passed = iter(loader)
         assert torch.equal(next(passed)[0], expected[0])
         with pytest.raises(DamagedItemError, match=text):
             next(passed)
-    with H5Loader(ds, 6, on_error="skip", with_index=True, **options) as loader:
+    with H5Loader(ds, 6, on_error="skip", with_index=True, shuffle=True, **options) as loader:
         first, second = ((i.clone(), found.tolist()) for i, _, found in loader)
     assert torch.equal(first[0], expected[0])
     assert second[1] == [6, 7, 8, 6, 6, 6]
     assert torch.equal(second[0][:3], expected[1][:3])
     none_whole = pytest.raises(DamagedItemError, match=r"item 10 .* cannot be read: .* no whole it")
-    with H5Loader(ds, 2, on_error="skip", **options) as loader, none_whole:
+    with H5Loader(ds, 2, on_error="skip", shuffle=True, **options) as loader, none_whole:
         list(loader)
 
 
 def test_io_is_map_or_read(ds):
     with pytest.raises(UsageError, match="io='mmap' is none of map, read"):
-        H5Loader(ds, 4, io="mmap")
+        H5Loader(ds, 4, shuffle=True, io="mmap")
     text = 'io="read" reads each batch, and residency="pinned" copies the mapped files beforehand'
     with pytest.raises(UsageError, match=text):
-        H5Loader(ds, 4, io="read", residency="pinned")
+        H5Loader(ds, 4, shuffle=True, io="read", residency="pinned")
 
 
 @pytest.mark.parametrize("encoding", ["raw", "original"])
@@ -314,16 +317,19 @@ def test_skip_covers_what_an_augmentation_cannot_take(tmp_path, encoding, monkey
     spec = image_spec(encoding, (0, 0) if encoding == "original" else (8, 8), "keep")
     ds = H5Dataset(write_packed(tmp_path / "a.h5", stored, spec=spec, stored_shapes=shapes))
     options = {"augment": [augment.Resize((8, 8))], "shuffle": False}
-    with H5Loader(ds, 4, on_error="skip", with_index=True, **options) as loader:
+    with H5Loader(ds, 4, on_error="skip", with_index=True, shuffle=True, **options) as loader:
         assert [i for *_, found in loader for i in found.tolist()] == [0, 1, 2, 0, 4, 5, 6, 7]
         assert loader.stats()["skipped"] == 1
-    with H5Loader(ds, 4, **options) as loader, pytest.raises(DamagedItemError) as caught:
+    with (
+        H5Loader(ds, 4, shuffle=True, **options) as loader,
+        pytest.raises(DamagedItemError) as caught,
+    ):
         list(loader)
     text = str(caught.value)
     assert "a.h5: item 3 of /images (key '1/ü3.png') cannot be augmented: OpenCV" in text
     assert text.endswith(', and on_error="skip" goes on without them')
     assert "check-h5" not in text
-    alone = H5Loader(ds, 1, indices=[3], on_error="skip", **options)
+    alone = H5Loader(ds, 1, indices=[3], on_error="skip", shuffle=True, **options)
     with alone, pytest.raises(DamagedItemError, match="no whole item in this batch of 1 to stand"):
         list(alone)
 
@@ -354,7 +360,7 @@ def anonymous_bytes():
 
 def test_a_thousand_epochs_leave_nothing(tmp_path):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=8))
-    with H5Loader(ds, 3, augment=CROP, threads=2) as loader:
+    with H5Loader(ds, 3, shuffle=True, augment=CROP, num_workers=2) as loader:
         for _ in range(50):
             for _ in loader:
                 pass
@@ -375,7 +381,7 @@ def test_a_thousand_epochs_leave_nothing(tmp_path):
 
 def test_loaders_that_come_and_go_leave_nothing(ds):
     def one():
-        for _ in H5Loader(ds, 4, augment=CROP, threads=2):
+        for _ in H5Loader(ds, 4, shuffle=True, augment=CROP, num_workers=2):
             break
 
     for _ in range(5):
@@ -395,7 +401,7 @@ SCRIPT = """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     from h5feed import H5Dataset, H5Loader
     from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
-    loader = H5Loader(H5Dataset(sys.argv[1]), 4, threads=4, prefetch=4,
+    loader = H5Loader(H5Dataset(sys.argv[1]), 4, shuffle=True, num_workers=4, prefetch=4,
                       augment=(RandomResizedCrop(400), RandomHorizontalFlip()))
 """
 
@@ -419,7 +425,7 @@ def start(ds, body):
 
 def test_no_python_runs_when_a_pass_or_a_batch_ends(ds):
     """A Ctrl-C that comes in a Python function which runs because an object ends is lost."""
-    loader = H5Loader(ds, 4, augment=CROP, threads=2)
+    loader = H5Loader(ds, 4, shuffle=True, augment=CROP, num_workers=2)
     passed = iter(loader)
     batch = next(passed)
     called = []
@@ -438,7 +444,7 @@ def test_a_pass_let_go_makes_no_more_batches(ds, monkeypatch):
         fill(self, indices, *args)
 
     monkeypatch.setattr(Augmented, "fill", counted)
-    loader = H5Loader(ds, 4, augment=CROP, threads=1, prefetch=8)
+    loader = H5Loader(ds, 4, shuffle=True, augment=CROP, num_workers=1, prefetch=8)
     passed = iter(loader)
     next(passed)
     del passed
@@ -492,7 +498,7 @@ def test_ctrl_c_while_waiting_keeps_the_loader_whole(ds):
 
 
 def test_a_forked_child_can_use_the_loader(ds):
-    with H5Loader(ds, 4, augment=CROP) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP) as loader:
         next(iter(loader))
         pid = os.fork()
         if pid == 0:
@@ -502,7 +508,7 @@ def test_a_forked_child_can_use_the_loader(ds):
 
 
 def test_a_pass_inherited_through_fork_is_an_error(ds):
-    with H5Loader(ds, 4, augment=CROP) as loader:
+    with H5Loader(ds, 4, shuffle=True, augment=CROP) as loader:
         passed = iter(loader)
         next(passed)
         read, write = os.pipe()
@@ -552,7 +558,7 @@ def test_memory_does_not_grow_with_the_file_or_the_epochs(tmp_path):
         pytest.skip("this file system has no holes")
     assert path.stat().st_size > 70e9
     before = anonymous_bytes()
-    with H5Loader(H5Dataset(path), 64, augment=CROP, threads=2) as loader:
+    with H5Loader(H5Dataset(path), 64, shuffle=True, augment=CROP, num_workers=2) as loader:
         for _ in range(50):
             for images, _ in itertools.islice(loader, 4):
                 assert not images.any()

@@ -22,6 +22,7 @@ def ds(tmp_path):
 
 
 def make(ds, batch_size=4, **options):
+    options.setdefault("shuffle", "sampler" not in options)
     return H5Loader(ds, batch_size, augment=CROP, with_index=True, **options)
 
 
@@ -39,7 +40,7 @@ def go_on(ds, state, **options):
 ELSEWHERE = [
     {},
     {"batch_size": 7},
-    {"batch_size": 1, "threads": 8, "prefetch": 5},
+    {"batch_size": 1, "num_workers": 8, "prefetch": 5},
     {"batch_size": 2, "world_size": 3},
     {"seed": 99},
 ]
@@ -50,7 +51,7 @@ ELSEWHERE = [
     "order", [{}, {"shuffle": "block", "block": 5}, {"shuffle": False}], ids=str
 )
 def test_what_is_left_comes_exactly(ds, elsewhere, order):
-    with make(ds, seed=5, threads=2, **order) as loader:
+    with make(ds, seed=5, num_workers=2, **order) as loader:
         loader.set_epoch(3)
         expected = by_index(loader)
         loader.set_epoch(3)
@@ -74,8 +75,8 @@ REST = """
     ops = (RandomResizedCrop(16), RandomHorizontalFlip())
     found = []
     for rank in range(2):
-        loader = H5Loader(H5Dataset(path), 3, augment=ops, with_index=True, threads=5, rank=rank,
-                          world_size=2)
+        loader = H5Loader(H5Dataset(path), 3, augment=ops, shuffle=True, with_index=True,
+                          num_workers=5, rank=rank, world_size=2)
         loader.load_state_dict(json.loads(state))
         found += [[part.clone() for part in batch] for batch in loader]
     torch.save(found, out)
@@ -83,7 +84,7 @@ REST = """
 
 
 def test_a_new_process_goes_on_with_what_is_left(ds, tmp_path):
-    with make(ds, seed=5, threads=1) as loader:
+    with make(ds, seed=5, num_workers=1) as loader:
         expected = by_index(loader)
         loader.set_epoch(0)
         passed = iter(loader)
@@ -96,7 +97,7 @@ def test_a_new_process_goes_on_with_what_is_left(ds, tmp_path):
 
 
 def test_prefetched_batches_are_not_lost(ds):
-    with make(ds, prefetch=8, threads=4) as loader:
+    with make(ds, prefetch=8, num_workers=4) as loader:
         passed = iter(loader)
         next(passed)
         for work in passed._works:

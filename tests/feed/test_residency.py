@@ -25,7 +25,13 @@ def ds(tmp_path):
 
 
 def make(ds, batch_size=5, **options):
-    options = {"augment": CROP, "augment_on": "device", "with_index": True, **options}
+    options = {
+        "augment": CROP,
+        "augment_on": "device",
+        "with_index": True,
+        "shuffle": True,
+        **options,
+    }
     return H5Loader(ds, batch_size, **options)
 
 
@@ -51,7 +57,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("kind", GATHERED)
 def test_batches_are_those_of_a_stream(tmp_path, kind, mode):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    assert_equal(passes(ds, residency=mode, threads=3), passes(ds))
+    assert_equal(passes(ds, residency=mode, num_workers=3), passes(ds))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_loaders_over_one_file_share_the_images(ds):
 
 def test_nothing_is_left_for_threads_and_slots(ds):
     with make(ds, residency="device") as loader:
-        assert loader.threads == 1
+        assert loader.num_workers == 1
         list(loader)
         stats = loader.stats()
     assert (stats["residency"], stats["residency_reason"]) == ("device", "as asked")

@@ -13,7 +13,7 @@ def ds(tmp_path):
 
 def rows(*figures):
     return [
-        Measured(threads=threads, prefetch=prefetch, images_per_s=speed, cpu_share=0.5)
+        Measured(num_workers=threads, prefetch=prefetch, images_per_s=speed, cpu_share=0.5)
         for threads, prefetch, speed in figures
     ]
 
@@ -21,7 +21,7 @@ def rows(*figures):
 def test_the_leanest_of_the_fast_settings_wins():
     def chosen(*figures):
         plan = _choose(rows(*figures))
-        return plan.threads, plan.prefetch
+        return plan.num_workers, plan.prefetch
 
     assert chosen((1, 2, 50), (1, 4, 60), (2, 2, 100), (2, 4, 102), (4, 2, 102)) == (2, 2)
     assert chosen((1, 2, 50), (2, 2, 90), (2, 4, 100)) == (2, 4)
@@ -36,8 +36,8 @@ def test_threads_tried_end_with_all_there_may_be():
 
 def test_the_plan_shows_its_evidence():
     evidence = tuple(rows((1, 2, 1234.4), (2, 2, 2345.6)))
-    assert str(Plan(threads=2, prefetch=2, evidence=evidence)).splitlines() == [
-        "threads  prefetch  images/s  CPU share",
+    assert str(Plan(num_workers=2, prefetch=2, evidence=evidence)).splitlines() == [
+        "workers  prefetch  images/s  CPU share",
         "      1         2      1234       50%",
         "      2         2      2346       50%  <- chosen",
     ]
@@ -46,16 +46,16 @@ def test_the_plan_shows_its_evidence():
 def test_tune_measures_the_real_loader_within_the_cores_there_are(ds, monkeypatch):
     monkeypatch.setattr("h5feed.feed.setup.available_cores", lambda: 3)
     plan = tune(ds, 4, seconds=0.2, augment=(augment.RandomResizedCrop(16),), views=2)
-    tried = [(row.threads, row.prefetch) for row in plan.evidence]
+    tried = [(row.num_workers, row.prefetch) for row in plan.evidence]
     assert tried == [(t, p) for t in (1, 2, 3) for p in (2, 4)]
     assert all(row.images_per_s > 0 for row in plan.evidence)
-    assert (plan.threads, plan.prefetch) in tried
+    assert (plan.num_workers, plan.prefetch) in tried
     assert not loader_threads()
     assert exported is tune
 
 
 def test_tune_refuses_what_it_is_to_find(ds, tmp_path):
-    with pytest.raises(UsageError, match=r"tune\(\) finds prefetch and threads: leave it out"):
-        tune(ds, 4, threads=2, prefetch=1)
+    with pytest.raises(UsageError, match=r"tune\(\) finds num_workers and prefetch: leave it out"):
+        tune(ds, 4, num_workers=2, prefetch=1)
     with pytest.raises(UsageError, match=r"indices=\[\] leave nothing to measure"):
         tune(ds, 4, indices=[])

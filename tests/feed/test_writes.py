@@ -245,7 +245,7 @@ def test_h5loader_reads_what_the_file_has(packed):
     for image in [image for image, _ in ds]:
         image.zero_()
     ds.images.zero_()
-    for batch, _, indices in H5Loader(ds, 8, with_index=True):
+    for batch, _, indices in H5Loader(ds, 8, shuffle=True, with_index=True):
         assert same(batch, [images[i] for i in indices])
 
 

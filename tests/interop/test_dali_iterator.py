@@ -27,11 +27,13 @@ def ds(tmp_path):
 
 
 def make(ds, **options):
+    options.setdefault("shuffle", "sampler" not in options)
     return DaliLoader(ds, BATCH, augment=CROP, with_index=True, **options)
 
 
 def expected_passes(ds, passes=2, **options):
     """The indices of some passes, batch by batch."""
+    options.setdefault("shuffle", "sampler" not in options)
     loader = H5Loader(ds, BATCH, augment=CROP, with_index=True, **options)
     return [[indices.tolist() for *_, indices in loader] for _ in range(passes)]
 
@@ -47,7 +49,7 @@ def test_dalis_own_iterator_takes_the_pipeline(ds):
     """Its len over an external source is 0; what it gives is right."""
     made = pipeline(ds, BATCH, augment=CROP, with_index=True)
     iterator = DALIGenericIterator([made], NAMES, auto_reset=True)
-    loader = H5Loader(ds, BATCH, augment=CROP, with_index=True)
+    loader = H5Loader(ds, BATCH, shuffle=True, augment=CROP, with_index=True)
     for _ in range(2):
         for (batch,), (images, labels, indices) in zip(iterator, loader, strict=True):
             assert torch.equal(batch["index"], indices)
@@ -63,7 +65,7 @@ def test_a_pipeline_goes_on_where_its_loader_stands(ds):
     again = make(ds)
     again.load_state_dict(loader.state_dict())
     made = again.pipeline()
-    whole = H5Loader(ds, BATCH, augment=CROP, with_index=True, seed=3)
+    whole = H5Loader(ds, BATCH, shuffle=True, augment=CROP, with_index=True, seed=3)
     whole.set_epoch(4)
     first, second = ([i.tolist() for *_, i in whole] for _ in range(2))
     assert [out(made) for _ in range(2)] == first[1:]
@@ -111,7 +113,7 @@ def test_a_damaged_item_ends_a_pipeline_by_name(tmp_path):
 
 
 def test_batches_are_dicts_in_lists(ds):
-    iterator = GenericIterator(DaliLoader(ds, BATCH, augment=CROP))
+    iterator = GenericIterator(DaliLoader(ds, BATCH, shuffle=True, augment=CROP))
     assert len(iterator) == 3
     assert iterator.batch_size == BATCH
     sizes = []

@@ -32,6 +32,7 @@ def ds(tmp_path):
 
 
 def make(ds, batch_size=5, kind=DaliLoader, **options):
+    options.setdefault("shuffle", "sampler" not in options)
     return kind(ds, batch_size, **{"augment": CROP, "with_index": True, **options})
 
 
@@ -269,7 +270,7 @@ def test_a_state_of_an_epochs_end_begins_the_next(ds):
 def test_worker_processes_change_nothing(ds):
     """Two epochs, a break, and a resumed pass, by processes that know the file by its name."""
     expected = make(ds, 4, kind=H5Loader)
-    with make(ds, 4, workers=2) as loader:
+    with make(ds, 4, py_num_workers=2) as loader:
         for _ in range(2):
             for made, other in zip(loader, expected, strict=True):
                 assert_agree(made, other)
@@ -550,13 +551,16 @@ def test_all_ops_are_either_carried_or_refused(ds):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": -1}, "workers=-1 must be a whole number, 0 for none"),
-        ({"workers": 2, "sampler": range(3)}, "workers=2 processes would each ask the sampler"),
+        ({"py_num_workers": -1}, "py_num_workers=-1 must be a whole number, 0 for none"),
+        (
+            {"py_num_workers": 2, "sampler": range(3)},
+            "py_num_workers=2 processes would each ask the sampler",
+        ),
         ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
         ({"batch_size": True}, "batch_size=True must be a whole number of at least 1"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number"),
         ({"on_error": "pass"}, "on_error='pass' is none of raise, skip"),
-        ({"threads": 0}, "threads=0 must be"),
+        ({"num_workers": 0}, "num_workers=0 must be"),
         ({"antialias": "yes"}, "antialias='yes' must be True, False or \"auto\""),
     ],
 )

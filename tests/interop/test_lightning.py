@@ -133,11 +133,11 @@ def test_an_epochs_end_checkpoint_begins_the_next_epoch(tmp_path, path):
 def test_options_reach_the_loader(path):
     data = H5DataModule(
         path, path, batch_size=4, augment=[RandomCrop(6)], eval_augment=[RandomCrop(4)],
-        threads=3, prefetch=5, seed=9,
+        num_workers=3, prefetch=5, seed=9,
     )  # fmt: skip
     data.setup()
     train, val = data.train_dataloader(), data.val_dataloader()
-    assert (train.threads, train.prefetch, train.seed) == (3, 5, 9)
+    assert (train.num_workers, train.prefetch, train.seed) == (3, 5, 9)
     assert next(iter(train))[0].shape == (4, 3, 6, 6)
     assert next(iter(val))[0].shape == (4, 3, 4, 4)
     assert data.test_dataloader() == data.predict_dataloader() == []

@@ -92,9 +92,9 @@ def test_the_switches_reach_h5loader(paths, tmp_path, monkeypatch, workers, thre
         make_config(tmp_path, **switches), train=paths["classes"], val=paths["classes"]
     )
     open_data(config, ALONE).train_loader(16)
-    assert len(made) == 2  # to train and to score
+    assert [options["shuffle"] for options in made] == [False, True]  # to score and to train
     for options in made:
-        assert options["threads"] == threads
+        assert options["num_workers"] == threads
         assert options["prefetch"] == 5
         assert options["augment_on"] == options["residency"] == "device"
 

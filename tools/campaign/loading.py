@@ -80,7 +80,7 @@ def _hop(
     steps, fields = case.random.choice([0, 1, 2, 3, 100]), []
     for rank in range(world):
         with _loader(
-            path, size, options, rank=rank, world_size=world, threads=case.random.randint(1, 3)
+            path, size, options, rank=rank, world_size=world, num_workers=case.random.randint(1, 3)
         ) as loader:
             if state is None:
                 loader.set_epoch(epoch)
@@ -139,7 +139,9 @@ def soak(case: Case) -> None:
     """Many epochs of one loader: neither memory nor slots grow after the first few."""
     path = case.material.kinds[case.random.choice(sorted(case.material.kinds))].path
     ops = case.random.choice(OPS)
-    with H5Loader(H5Dataset(path), case.random.randint(1, 9), augment=ops, threads=2) as loader:
+    with H5Loader(
+        H5Dataset(path), case.random.randint(1, 9), shuffle=True, augment=ops, num_workers=2
+    ) as loader:
         for _ in range(15):
             _drain(loader)
         before = _resident()
@@ -158,17 +160,17 @@ def _drain(loader: Any) -> None:
 
 
 def _whole_epoch(path: Path) -> None:
-    with H5Loader(H5Dataset(path), 4, augment=OPS[0]) as loader:
+    with H5Loader(H5Dataset(path), 4, shuffle=True, augment=OPS[0]) as loader:
         _drain(loader)
 
 
 def _broken_off(path: Path) -> None:
-    for _ in H5Loader(H5Dataset(path), 4, augment=OPS[0]):
+    for _ in H5Loader(H5Dataset(path), 4, shuffle=True, augment=OPS[0]):
         break
 
 
 def _never_begun(path: Path) -> None:
-    iter(H5Loader(H5Dataset(path), 4, augment=OPS[0], threads=3))
+    iter(H5Loader(H5Dataset(path), 4, shuffle=True, augment=OPS[0], num_workers=3))
 
 
 def _raising(path: Path) -> None:
@@ -176,14 +178,14 @@ def _raising(path: Path) -> None:
         raise RuntimeError("no")
 
     try:
-        _drain(H5Loader(H5Dataset(path, target_transform=refuse), 4, augment=OPS[0]))
+        _drain(H5Loader(H5Dataset(path, target_transform=refuse), 4, shuffle=True, augment=OPS[0]))
     except RuntimeError:
         return
     raise Wrong("an error of target_transform was lost")
 
 
 def _two_passes(path: Path) -> None:
-    loader = H5Loader(H5Dataset(path), 4, augment=OPS[0])
+    loader = H5Loader(H5Dataset(path), 4, shuffle=True, augment=OPS[0])
     for _ in zip(loader, loader, strict=False):
         pass
 
@@ -231,7 +233,7 @@ def written(case: Case) -> None:
                 write(case, image)
             del image
     transform = H5Dataset(kind.path, aspect="stored", transform=lambda image: write(case, image))
-    for _ in make_dataloader(transform, 1, workers=0):
+    for _ in make_dataloader(transform, 1, shuffle=True, num_workers=0):
         pass
     again = H5Dataset(kind.path)
     for index, image in enumerate(expected):
@@ -356,7 +358,7 @@ def _open_dataset(path: Path) -> Truth:
 
 def _open_loader(path: Path) -> Truth:
     found = []
-    with H5Loader(H5Dataset(path), 8, shuffle=False, threads=2) as loader:
+    with H5Loader(H5Dataset(path), 8, shuffle=False, num_workers=2) as loader:
         for images, labels in loader:
             for image, label in zip(images, labels.tolist(), strict=True):
                 found.append((label, zlib.crc32(np.ascontiguousarray(image.numpy()).tobytes())))
@@ -397,7 +399,7 @@ def _read_cut(case: Case, whole: Path) -> None:
         faulthandler.disable()  # SIGBUS is expected here: no word of it
         with suppress(H5FeedError, OSError):
             for step, _ in enumerate(
-                H5Loader(H5Dataset(path), 2, augment=OPS[0], threads=2, io=io)
+                H5Loader(H5Dataset(path), 2, shuffle=True, augment=OPS[0], num_workers=2, io=io)
             ):
                 if step == 2:
                     os.truncate(path, 5000)

@@ -109,7 +109,7 @@ def _loader(case: Case, path: Path) -> None:
 
 def _dataloader(case: Case, path: Path) -> None:
     ds = H5Dataset(path)
-    for _ in zip(range(64), make_dataloader(ds, 4, workers=0), strict=False):
+    for _ in zip(range(64), make_dataloader(ds, 4, shuffle=True, num_workers=0), strict=False):
         pass
 
 

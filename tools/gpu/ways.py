@@ -35,9 +35,13 @@ def ways(photos: Photos, threads: Sequence[int], *, workers: int) -> list[Way]:
         Way(name="synthetic", open=_synthetic, ceiling=True),
         *_by_threads("H5Loader, stream", own, threads),
         *_by_threads("H5Loader, crop on cpu", partial(own, augment_on="cpu"), threads),
-        Way(name="H5Loader, compiled", open=partial(own, threads=2, compile=True), threads=2),
-        Way(name="H5Loader, device", open=partial(own, threads=1, residency="device"), threads=1),
-        Way(name="H5Loader, pinned", open=partial(own, threads=1, residency="pinned"), threads=1),
+        Way(name="H5Loader, compiled", open=partial(own, num_workers=2, compile=True), threads=2),
+        Way(
+            name="H5Loader, device", open=partial(own, num_workers=1, residency="device"), threads=1
+        ),
+        Way(
+            name="H5Loader, pinned", open=partial(own, num_workers=1, residency="pinned"), threads=1
+        ),
         *_by_threads("H5Loader, jpeg", partial(_h5loader, photos.jpeg), [workers]),
         *_by_threads("DaliLoader, raw", partial(_dali, photos.raw), [workers]),
         *_by_threads("DaliLoader, jpeg", partial(_dali, photos.jpeg), [workers]),
@@ -51,7 +55,7 @@ def ways(photos: Photos, threads: Sequence[int], *, workers: int) -> list[Way]:
 
 
 def _by_threads(name: str, opened: Callable[..., Any], threads: Sequence[int]) -> list[Way]:
-    return [Way(name=name, open=partial(opened, threads=n), threads=n) for n in threads]
+    return [Way(name=name, open=partial(opened, num_workers=n), threads=n) for n in threads]
 
 
 def _synthetic(trial: Trial) -> Any:
@@ -73,14 +77,14 @@ def _common(trial: Trial, file: Path) -> tuple[H5Dataset, dict[str, Any]]:
 
 def _h5loader(file: Path, trial: Trial, **options: Any) -> Any:
     ds, given = _common(trial, file)
-    return H5Loader(ds, drop_last=True, **given, **options)
+    return H5Loader(ds, shuffle=True, drop_last=True, **given, **options)
 
 
-def _dali(file: Path, trial: Trial, *, threads: int) -> Any:
+def _dali(file: Path, trial: Trial, *, num_workers: int) -> Any:
     from h5feed.interop.dali import DaliLoader
 
     ds, given = _common(trial, file)
-    return DaliLoader(ds, drop_last=True, threads=threads, **given)
+    return DaliLoader(ds, shuffle=True, drop_last=True, num_workers=num_workers, **given)
 
 
 def _nvjpeg(file: Path, trial: Trial) -> Any:
@@ -88,18 +92,18 @@ def _nvjpeg(file: Path, trial: Trial) -> Any:
     return NvJpeg(ds, **given)
 
 
-def _dali_files(folder: Path, trial: Trial, *, threads: int) -> Any:
+def _dali_files(folder: Path, trial: Trial, *, num_workers: int) -> Any:
     return DaliFiles(
         folder,
         trial.config.batch_size,
         size=trial.data.size,
         device=trial.world.device,
-        threads=threads,
+        threads=num_workers,
     )
 
 
-def _stock(source: Path, kind: Any, trial: Trial, *, threads: int) -> Any:
-    data = replace(trial.config.data, loader=kind, workers=threads, size=trial.data.size)
+def _stock(source: Path, kind: Any, trial: Trial, *, num_workers: int) -> Any:
+    data = replace(trial.config.data, loader=kind, workers=num_workers, size=trial.data.size)
     return open_data(replace(trial.config, train=source, data=data), trial.world).train_loader(
         trial.data.size
     )

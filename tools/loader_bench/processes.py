@@ -76,7 +76,7 @@ COLD_LOADER = """
     path, batch, threads, limit = sys.argv[1], *map(int, sys.argv[2:])
     ds = H5Dataset(path)
     began, count = time.perf_counter(), 0
-    with H5Loader(ds, batch, threads=threads, seed=1) as loader:
+    with H5Loader(ds, batch, shuffle=True, num_workers=threads, seed=1) as loader:
         for images, _ in loader:
             count += len(images)
             if count >= limit:
@@ -116,7 +116,7 @@ FIRST_BATCH = """
     ds = H5Dataset(sys.argv[1])
     opened = time.perf_counter() - began
     ops = (RandomResizedCrop(224), RandomHorizontalFlip())
-    with H5Loader(ds, 256, augment=ops, threads=2) as loader:
+    with H5Loader(ds, 256, shuffle=True, augment=ops, num_workers=2) as loader:
         next(iter(loader))
         print(json.dumps([time.perf_counter() - began, opened]))
 """
@@ -130,8 +130,8 @@ SCHEDULING = """
     ops = (RandomResizedCrop(2), RandomHorizontalFlip())
     found = []
     for path in sys.argv[1:]:
-        loader = H5Loader(H5Dataset(path), 256, augment=ops, threads=1, drop_last=True)
-        found.append(loader)
+        options = {"shuffle": True, "drop_last": True, "num_workers": 1}
+        found.append(H5Loader(H5Dataset(path), 256, augment=ops, **options))
     times = [[] for _ in found]
     for turn in range(6):
         for loader, spent in zip(found, times):

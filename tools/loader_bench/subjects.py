@@ -39,7 +39,9 @@ def timed(epoch: Epoch) -> Window:
 
 def loader(path: Path, batch_size: int, threads: int, **options: Any) -> Window:
     """Return H5Loader's window: whole epochs, every batch let go of at once."""
-    made = H5Loader(H5Dataset(path), batch_size, threads=threads, drop_last=True, **options)
+    made = H5Loader(
+        H5Dataset(path), batch_size, shuffle=True, num_workers=threads, drop_last=True, **options
+    )
 
     return timed(lambda: sum(len(images) for images, _ in made))
 

@@ -239,7 +239,9 @@ class ReadyMade(_Subject):
 
     def __init__(self, params: Params) -> None:
         dataset = _swapped(params)
-        loader = make_dataloader(dataset, params["batch_size"], workers=params["workers"])
+        loader = make_dataloader(
+            dataset, params["batch_size"], shuffle=True, num_workers=params["workers"]
+        )
         super().__init__(loader, params, files=[params["file"]])
 
 
@@ -256,10 +258,11 @@ class _FastLoader(_Subject):
         loader = H5Loader(
             H5Dataset(params["file"]),
             params["batch_size"],
+            shuffle=True,
             augment=_ops(params),
             device=params["device"],
             augment_on=self.augment_on,
-            threads=params["workers"] or 1,
+            num_workers=params["workers"] or 1,
         )
         super().__init__(loader, params, files=[params["file"]])
 
@@ -291,9 +294,10 @@ class LoaderByDali(_Subject):
         loader = DaliLoader(
             H5Dataset(params["file"]),
             params["batch_size"],
+            shuffle=True,
             augment=_ops(params),
             device=params["device"],
-            threads=params["workers"],
+            num_workers=params["workers"],
         )
         super().__init__(loader, params, files=[params["file"]])
 

@@ -27,7 +27,7 @@ class Arrangement:
 
     Args:
         count: samples of the dataset.
-        shuffle: what is shuffled; None means True, or False with a sampler.
+        shuffle: what is shuffled.
         sampler: decides the order of every epoch, by being asked again.
         indices: the samples to take at all; with a shuffle, in shuffled order.
         block: samples of a block, for shuffle="block".
@@ -41,19 +41,19 @@ class Arrangement:
         self,
         count: int,
         *,
-        shuffle: Shuffle | None,
+        shuffle: Shuffle,
         sampler: Sampler[Any] | None,
         indices: Sequence[int] | None,
         block: int,
         window: int,
     ) -> None:
-        if shuffle not in (None, True, False, "block"):
+        if shuffle not in (True, False, "block"):
             raise UsageError(f'shuffle={shuffle!r} is none of True, "block" and False')
         check_whole(1, block=block, window=window)
         if sampler is not None:
             _check_sampler(sampler, shuffle, indices)
         self._count = count
-        self._shuffle: Shuffle = sampler is None if shuffle is None else shuffle
+        self._shuffle: Shuffle = shuffle
         self._sampler = sampler
         self._indices = None if indices is None else _as_indices(indices, count, "indices")
         self._block = block
@@ -100,7 +100,7 @@ class Arrangement:
         return FullShuffle(count, seed, epoch) if self._shuffle else Sequential(count)
 
 
-def _check_sampler(sampler: Any, shuffle: Shuffle | None, indices: Any) -> None:
+def _check_sampler(sampler: Any, shuffle: Shuffle, indices: Any) -> None:
     if shuffle or indices is not None:
         raise UsageError(
             "sampler decides the order alone: leave shuffle and indices out, or leave it out"

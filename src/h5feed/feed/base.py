@@ -35,7 +35,7 @@ class PackedLoader(ABC):
         ds: H5Dataset,
         batch_size: int,
         *,
-        shuffle: Shuffle | None,
+        shuffle: Shuffle,
         drop_last: bool,
         tail: Tail,
         seed: int,

@@ -27,8 +27,8 @@ def make_dataloader(
     dataset: Dataset[Any],
     batch_size: int,
     *,
-    shuffle: bool = True,
-    workers: int | Literal["auto"] = "auto",
+    shuffle: bool = False,
+    num_workers: int | Literal["auto"] = "auto",
     drop_last: bool = False,
     seed: int = 0,
     sampler: Sampler[int] | Iterable[int] | None = None,
@@ -42,35 +42,37 @@ def make_dataloader(
 
     Workers persist over epochs and keep one thread each (torch sets its own to one, cv2 does
     not); each holds `prefetch` batches ready. `seed` determines the order and, with workers,
-    the random numbers of torch, numpy and random in each worker; with `workers=0` transforms
+    the random numbers of torch, numpy and random in each worker; with `num_workers=0` transforms
     draw from this process's generators. A `sampler` decides the order in place of `shuffle`; under
     torch.distributed give torch's DistributedSampler: unlike H5Loader, this splits nothing itself.
     `pin_memory="auto"` pins where there is a CUDA device. The batch is channels_last; see
     `collate`. `context` is how workers start, by default as Python does.
 
-    `workers="auto"` is `auto_workers(dataset, batch_size, prefetch)`.
+    `num_workers="auto"` is `auto_workers(dataset, batch_size, prefetch)`.
     """
+    if shuffle and sampler is not None:
+        raise UsageError("sampler decides the order alone: leave shuffle out, or leave sampler out")
     count = _check_count("batch_size", batch_size, least=1)
     _check_count("prefetch", prefetch, least=1)
-    if workers == "auto":
-        workers = auto_workers(dataset, count, prefetch)
-    _check_count("workers", workers, least=0, other=', or "auto"')
+    if num_workers == "auto":
+        num_workers = auto_workers(dataset, count, prefetch)
+    _check_count("num_workers", num_workers, least=0, other=', or "auto"')
     generator = torch.Generator()
     generator.manual_seed(_check_count("seed", seed, least=0))
     return DataLoader(
         dataset,
         batch_size=count,
-        shuffle=shuffle and sampler is None,
+        shuffle=shuffle,
         sampler=sampler,
-        num_workers=workers,
+        num_workers=num_workers,
         collate_fn=collate_fn,
         pin_memory=torch.cuda.is_available() if pin_memory == "auto" else pin_memory,
         drop_last=drop_last,
         worker_init_fn=partial(_start_worker, worker_init_fn),
-        multiprocessing_context=context if workers else None,
+        multiprocessing_context=context if num_workers else None,
         generator=generator,
-        prefetch_factor=prefetch if workers else None,
-        persistent_workers=workers > 0,
+        prefetch_factor=prefetch if num_workers else None,
+        persistent_workers=num_workers > 0,
     )
 
 

@@ -194,9 +194,9 @@ class CudaLane:
 
 
 def open_lane(device: str | torch.device) -> Lane:
-    """Return the lane to `device`; UsageError for one that is neither the CPU nor CUDA."""
+    """Return the lane to `device`, where "gpu" is "cuda"; UsageError for any other kind."""
     try:
-        wanted = torch.device(device)
+        wanted = torch.device("cuda" if device == "gpu" else device)
     except RuntimeError:  # torch lists all the names it knows
         wanted = torch.device("meta")
     if wanted.type == "cpu":

@@ -29,7 +29,7 @@ from h5feed.feed.setup import (
     check_choices,
     choose_pipeline,
     choose_pixels,
-    choose_threads,
+    choose_workers,
     compile_ops,
     explain_decoding,
     leave_cores_to_loader,
@@ -49,7 +49,7 @@ class H5Loader(PackedLoader):
     geometry as their images. With `views` above 1, images and masks are tuples.
     A batch's memory is used again once nobody holds it or any view of it.
 
-    Which samples come and what happens to them is a function of seed, epoch and sample: threads,
+    Which samples come and what happens to them is a function of seed, epoch and sample: workers,
     batch size and world size change nothing. Exceptions: Mixup and CutMix choose partners within
     a batch; a `sampler` is asked again in every epoch, and one with a generator of its own has to
     be put back into its state by whoever resumes.
@@ -70,12 +70,11 @@ class H5Loader(PackedLoader):
         ds: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
             `transform`, and no `output` or `aspect` but tensors of the images as they are stored.
         batch_size: samples of a batch, of this rank.
-        shuffle: True, "block" (for disks that hate seeks; long sequential reads) or False. None is
-            True, or False with a sampler.
+        shuffle: False, True, or "block" (for disks that hate seeks: long sequential reads).
         augment: ops of h5feed.augment, in order.
         views: how many differently augmented images of each, as a tuple.
         antialias: True, False or "auto", see h5feed.augment.Pipeline.
-        device: where batches are delivered.
+        device: where batches are delivered: "cpu", "cuda" (or "gpu"), or a torch device.
         augment_on: "cpu" (loader threads), "device" (whole batches, there), or "auto": on a CUDA
             device wherever images have one size. Both make the same images, up to rounding,
             which changes of color in a row multiply: h5feed.augment says by how much.
@@ -88,8 +87,8 @@ class H5Loader(PackedLoader):
         compile: run the ops on the device as kernels made by torch.compile, at the first batch;
             that takes from seconds to a minute. What cannot be compiled runs as it is, with one
             warning.
-        threads: loader threads, or "auto": the cores this process may use, less one for the
-            trainer where the device is not the CPU, and at most 16.
+        num_workers: threads that make the batches, or "auto": the cores this process may use, less
+            one for the trainer where the device is not the CPU, and at most 16.
         prefetch: batches in the making at once.
         drop_last: leave out a last batch that would be short.
         tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
@@ -120,7 +119,7 @@ class H5Loader(PackedLoader):
         ds: H5Dataset,
         batch_size: int,
         *,
-        shuffle: Shuffle | None = None,
+        shuffle: Shuffle = False,
         augment: Sequence[Op] = (),
         views: int = 1,
         antialias: bool | str = "auto",
@@ -128,7 +127,7 @@ class H5Loader(PackedLoader):
         augment_on: AugmentOn = "auto",
         residency: Residency = "stream",
         compile: bool = False,
-        threads: int | str = "auto",
+        num_workers: int | str = "auto",
         prefetch: int = 2,
         drop_last: bool = False,
         tail: Tail = "pad",
@@ -196,10 +195,10 @@ class H5Loader(PackedLoader):
             resident=resident,
         )
         check_room(self._recipe.rings, prefetch + 1)
-        idle = threads == "auto" and not self._recipe.fields  # the device does it all
-        self.threads = 1 if idle else choose_threads(threads, lane.device)
-        leave_cores_to_loader(None if on_device else pipeline, self.threads)
-        self._pool = Pool(self.threads)
+        idle = num_workers == "auto" and not self._recipe.fields  # the device does it all
+        self.num_workers = 1 if idle else choose_workers(num_workers, lane.device)
+        leave_cores_to_loader(None if on_device else pipeline, self.num_workers)
+        self._pool = Pool(self.num_workers)
         self._counts = Counts()
         self._runs: list[weakref.ref[Run]] = []
 
@@ -231,7 +230,7 @@ class H5Loader(PackedLoader):
         batches, images, repeated (only to even out the ranks' last step), skipped (a substitute
         stood in), wait_s (seconds the consumer waited), announced_bytes (to the kernel, ahead of
         their use), held_many (the caller held so many batches that it was warned), slots,
-        slot_bytes, threads, prefetch, residency and augment_on with the reason for each,
+        slot_bytes, num_workers, prefetch, residency and augment_on with the reason for each,
         resident_bytes (of images held for the device), compiled (whether the ops are),
         decoding (who decodes, and why).
         """
@@ -240,7 +239,7 @@ class H5Loader(PackedLoader):
             **asdict(self._counts),
             "slots": sum(map(len, rings)),
             "slot_bytes": sum(ring.nbytes for ring in rings),
-            "threads": self.threads,
+            "num_workers": self.num_workers,
             "prefetch": self.prefetch,
             "residency": self.residency,
             "resident_bytes": 0 if resident is None else resident.nbytes,

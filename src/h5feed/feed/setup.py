@@ -32,7 +32,7 @@ __all__ = [
     "choose_pipeline",
     "choose_pixels",
     "choose_ranks",
-    "choose_threads",
+    "choose_workers",
     "compile_ops",
     "explain_decoding",
     "leave_cores_to_loader",
@@ -43,7 +43,7 @@ Io = Literal["map", "read"]
 
 _BLOCK_BYTES = 8 << 20
 _CV2_SPLITS = 1 << 16  # pixels of an image above which cv2 shares it among threads of its own
-_MOST_THREADS = 16
+_MOST_WORKERS = 16
 
 
 def check_arguments(ds: Any, **numbers: Any) -> None:
@@ -109,16 +109,18 @@ def choose_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return 0, 1
 
 
-def choose_threads(threads: int | str, device: torch.device) -> int:
+def choose_workers(num_workers: int | str, device: torch.device) -> int:
     """Return how many loader threads to run: a number as it is, "auto" by the cores there are."""
-    if isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1:
-        return threads
-    if threads != "auto":
-        raise UsageError(f'threads={threads!r} must be "auto" or a whole number of at least 1')
+    if isinstance(num_workers, int) and not isinstance(num_workers, bool) and num_workers >= 1:
+        return num_workers
+    if num_workers != "auto":
+        raise UsageError(
+            f'num_workers={num_workers!r} must be "auto" or a whole number of at least 1'
+        )
     share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type != "cpu":
         share -= 1  # the trainer launches kernels from a core of its own
-    return max(1, min(share, _MOST_THREADS))
+    return max(1, min(share, _MOST_WORKERS))
 
 
 def block_length(pixels: Pixels) -> int:

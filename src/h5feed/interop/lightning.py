@@ -36,7 +36,7 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
         augment: Sequence[Op] = (),
         eval_augment: Sequence[Op] = (),
         augment_on: AugmentOn = "auto",
-        threads: int | str = "auto",
+        num_workers: int | str = "auto",
         prefetch: int = 2,
         seed: int = 0,
     ) -> None:
@@ -50,7 +50,7 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
         self._augment = {"train": augment, "val": eval_augment}
         self._options: dict[str, Any] = {
             "augment_on": augment_on,
-            "threads": threads,
+            "num_workers": num_workers,
             "prefetch": prefetch,
             "seed": seed,
         }

@@ -86,6 +86,7 @@ def _training(
         world,
         ds,
         batch_size,
+        shuffle=True,
         augment=ops,
         drop_last=True,
         seed=config.seed,
@@ -127,7 +128,7 @@ def _packed_loader(
     data = config.data
     options |= {
         "device": world.device,
-        "threads": "auto" if data.workers < 0 else max(1, data.workers),
+        "num_workers": "auto" if data.workers < 0 else max(1, data.workers),
         "prefetch": data.prefetch,
     }
     if data.loader == "dali":

@@ -41,8 +41,9 @@ class Adapter(TorchLoader):
         loader = h5feed.H5Loader(
             h5feed.H5Dataset(params["data"]),
             params["batch_size"],
+            shuffle=True,
             augment=ops,
-            threads=params["workers"],
+            num_workers=params["workers"],
         )
         super().__init__(loader, params["data"])
 

@@ -17,7 +17,7 @@ from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import open_lane
 from h5feed.feed.recipe import OnError
 from h5feed.feed.run import Counts
-from h5feed.feed.setup import check_arguments, check_choices, choose_threads
+from h5feed.feed.setup import check_arguments, check_choices, choose_workers
 from h5feed.feed.steps import Tail
 from h5feed.interop.dali.agenda import Pass
 from h5feed.interop.dali.delivery import Delivery
@@ -46,11 +46,11 @@ class DaliLoader(PackedLoader):
         augment: ops of h5feed.augment, in order.
         views: differently augmented images per picture, as a tuple.
         antialias: True, False or "auto", see h5feed.augment.Pipeline.
-        device: where batches are made and delivered: "cpu", "gpu", or a torch device.
-        threads: DALI's CPU threads, or "auto", as H5Loader's.
+        device: where batches are made and delivered: "cpu", "cuda" (or "gpu"), or a torch device.
+        num_workers: DALI's CPU threads, or "auto", as H5Loader's.
         prefetch: batches in the making at once.
-        workers: processes that read the file and draw the parameters (store=yuv420 on the CPU:
-            convert as well), started by spawn; 0: the thread that iterates does.
+        py_num_workers: processes that read the file and draw the parameters (store=yuv420 on the
+            CPU: convert as well), started by spawn; 0: the thread that iterates does.
         drop_last: leave out a last batch that would be short.
         tail: as H5Loader's.
         seed: any int.
@@ -59,7 +59,7 @@ class DaliLoader(PackedLoader):
         on_error: "raise", or "skip": the next whole sample of the batch stands in for one whose
             bytes are not those that were packed, or that DALI cannot decode.
         with_index: deliver (images, labels, indices).
-        sampler: any torch Sampler that has a length; not with `workers`.
+        sampler: any torch Sampler that has a length; not with `py_num_workers`.
         indices: the samples to take, as positions in `ds`.
         block: as H5Loader's.
         window: as H5Loader's.
@@ -76,14 +76,14 @@ class DaliLoader(PackedLoader):
         ds: H5Dataset,
         batch_size: int,
         *,
-        shuffle: Shuffle | None = None,
+        shuffle: Shuffle = False,
         augment: Sequence[Op] = (),
         views: int = 1,
         antialias: bool | str = "auto",
         device: str | torch.device = "cpu",
-        threads: int | str = "auto",
+        num_workers: int | str = "auto",
         prefetch: int = 2,
-        workers: int = 0,
+        py_num_workers: int = 0,
         drop_last: bool = False,
         tail: Tail = "pad",
         seed: int = 0,
@@ -99,7 +99,7 @@ class DaliLoader(PackedLoader):
     ) -> None:
         check_arguments(ds, batch_size=batch_size, prefetch=prefetch, views=views)
         check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
-        _check_workers(workers, sampler)
+        _check_workers(py_num_workers, sampler)
         super().__init__(
             ds,
             batch_size,
@@ -114,10 +114,10 @@ class DaliLoader(PackedLoader):
             block=block,
             window=window,
         )
-        self.device = open_lane("cuda" if device == "gpu" else device).device
-        self.threads = choose_threads(threads, self.device)
+        self.device = open_lane(device).device
+        self.num_workers = choose_workers(num_workers, self.device)
         self.prefetch = prefetch
-        self.workers = workers
+        self.py_num_workers = py_num_workers
         self._with_index = with_index
         self._on_error: OnError = on_error
         augmentation = bound_pipeline(ds.pixels, augment, antialias, views)
@@ -127,9 +127,9 @@ class DaliLoader(PackedLoader):
             antialias,
             device=self.device,
             batch_size=batch_size,
-            threads=self.threads,
+            threads=self.num_workers,
             prefetch=prefetch,
-            workers=workers,
+            workers=py_num_workers,
             lookahead=lookahead,
         )
         self._delivery = Delivery(
@@ -176,9 +176,9 @@ class DaliLoader(PackedLoader):
         """Return what was delivered since the loader was made, as H5Loader.stats counts it."""
         return {
             **asdict(self._counts),
-            "threads": self.threads,
+            "num_workers": self.num_workers,
             "prefetch": self.prefetch,
-            "workers": self.workers,
+            "py_num_workers": self.py_num_workers,
             "device": str(self.device),
         }
 
@@ -197,9 +197,9 @@ def pipeline(ds: H5Dataset, batch_size: int, **options: Any) -> Any:
 
 def _check_workers(workers: Any, sampler: Any) -> None:
     if not isinstance(workers, int) or workers < 0:
-        raise UsageError(f"workers={workers!r} must be a whole number, 0 for none")
+        raise UsageError(f"py_num_workers={workers!r} must be a whole number, 0 for none")
     if workers and sampler is not None:
         raise UsageError(
-            f"workers={workers} processes would each ask the sampler, and get orders of their own: "
-            "use workers=0, or give indices instead of a sampler"
+            f"py_num_workers={workers} processes would each ask the sampler, and get orders of "
+            "their own: use py_num_workers=0, or give indices instead of a sampler"
         )
