@@ -3,6 +3,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -103,6 +104,66 @@ def test_without_tensorboard_it_trains_all_the_same(tmp_path, monkeypatch):
     config = make_config(tmp_path, epochs=1, tensorboard=True)
     assert train(config, make_data(config)).steps == 4
     assert not (tmp_path / "tensorboard").exists()
+
+
+class FakeWandB(ModuleType):
+    """What is used of wandb."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.calls, self.logged, self.finished = [], [], 0
+
+    def init(self, **options):
+        self.calls.append(options)
+        return self
+
+    id = "abc123"
+
+    def define_metric(self, name, step_metric=None):
+        self.axis = step_metric
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_weights_and_biases_gets_the_same_numbers_and_goes_on_with_the_same_run(
+    tmp_path, monkeypatch
+):
+    wandb = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = make_config(tmp_path / "plain", epochs=1)
+    train(config, make_data(config))
+    assert wandb.calls == []
+    config = make_config(tmp_path / "run", epochs=1, wandb="flowers")
+    train(config, make_data(config))
+    (call,) = wandb.calls
+    assert (call["project"], call["name"], call["id"]) == ("flowers", "run", None)
+    assert call["config"]["optim"]["lr"] == 0.01
+    assert wandb.axis == "step"
+    train(replace(config, epochs=2, resume=True), make_data(config))
+    assert wandb.calls[1]["id"] == "abc123"
+    assert wandb.finished == 2
+    told = []
+    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        kind, step, _ = (line.pop(name) for name in ("kind", "step", "epoch"))
+        told.append({"step": step, **{f"{kind}/{name}": value for name, value in line.items()}})
+    assert wandb.logged == told
+    train(replace(config, overwrite=True), make_data(config))
+    assert wandb.calls[2]["id"] is None
+
+
+def test_without_wandb_one_sentence_comes_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = make_config(tmp_path / "run", wandb="flowers")
+    with pytest.raises(ImportError) as caught:
+        train(config, make_data(config))
+    assert str(caught.value) == (
+        'wandb is not installed, and this needs it: pip install "h5feed[wandb]"'
+    )
+    assert list((tmp_path / "run").glob("*")) == []
 
 
 @pytest.mark.parametrize("val", [True, False])

@@ -1,7 +1,9 @@
+import os
+
 import pytest
 import torch
 
-from h5feed.errors import UsageError
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.config import SpeedConfig
 from h5feed.train.precision import backends, choose_precision, make_autocast, make_scaler
 
@@ -25,7 +27,7 @@ def switches():
 )
 def test_backends_are_switched_and_put_back(precision, tf32, matmul, benchmark):
     before = switches()
-    with backends(precision, cudnn_benchmark=benchmark):
+    with backends(precision, SpeedConfig(cudnn_benchmark=benchmark)):
         assert switches() == (benchmark, tf32, matmul)
     assert switches() == before
 
@@ -68,3 +70,34 @@ def test_older_gpus_are_told_what_to_take(monkeypatch, wanted, advice):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UsageError, match=f"cuda:0 is none: {advice}"):
         choose_precision(SpeedConfig(precision=wanted), torch.device("cuda:0"))
+
+
+def determinism():
+    cudnn = torch.backends.cudnn
+    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+
+
+def test_determinism_is_asked_for_during_the_run_only(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # to be as it was afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    before = determinism()
+    with backends("fp32", SpeedConfig()):
+        assert determinism() == (False, False, True)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with backends("fp32", SpeedConfig(deterministic=True)):
+        assert determinism() == (True, True, False)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert determinism() == before
+
+
+def test_an_operation_that_is_not_deterministic_is_one_sentence():
+    with (
+        pytest.raises(H5FeedError) as caught,
+        backends("fp32", SpeedConfig(deterministic=True)),
+    ):
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    assert str(caught.value) == (
+        "--deterministic: put_ does not have a deterministic implementation: leave it out, or take "
+        "a model without that operation"
+    )
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -261,6 +261,10 @@ class SpeedConfig:
     """Another backend of torch.compile for scoring alone: inductor, tensorrt, ..."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms once for each shape (CUDA only)."""
+    deterministic: bool = False
+    """Take only algorithms that give the same bits each time, on the same machine and versions
+    (torch.use_deterministic_algorithms, cuDNN's likewise and without its trials): slower. An
+    operation that has none is an error. Seeds are set without this, too."""
     accumulate: int = 1
     """Parts that each batch is computed in, one after the other, to save memory. A batch norm
     sees one part at a time."""
@@ -302,6 +306,9 @@ class DebugConfig:
     """Keep the last so many checkpoints as step-NNNNNNNN.pt, beside last.pt and best.pt."""
     tensorboard: bool = True
     """Write TensorBoard's files too, when it is installed."""
+    wandb: str = ""
+    """Project of Weights & Biases to log to as well (extra wandb; WANDB_MODE=offline keeps it on
+    this machine). A resumed run goes on as the same run there."""
     plot: bool = True
     """Draw curves.png at the end, when matplotlib is installed."""
 

@@ -1,7 +1,8 @@
 """A run's folder: its configuration, its metrics, and nothing of an older run."""
 
 import json
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from h5feed.disk import replaced
 from h5feed.errors import H5FeedError, UsageError
+from h5feed.optional import require
 from h5feed.train.config import TrainConfig
 from h5feed.train.configfile import write_config
 from h5feed.train.distributed import World
@@ -54,7 +56,7 @@ def kept_checkpoints(out: Path) -> list[Path]:
 
 
 class MetricsLog:
-    """metrics.jsonl, one line per reading, and TensorBoard's files where it is installed.
+    """metrics.jsonl, one line per reading, and the same for TensorBoard and Weights & Biases.
 
     Each line has `kind` ("train" or "val"), `step`, `epoch` and the values' names. Only the main
     process writes.
@@ -64,7 +66,9 @@ class MetricsLog:
         """`step` is the one that is gone on from, 0 for a new run. Nothing is written yet."""
         self._config, self._step = config, step
         self._path = config.out / METRICS if world.is_main else None
-        self._board: Any = None
+        self._boards: list[TensorBoard | WandB] = []
+        if config.debug.wandb and world.is_main:
+            require("wandb", "wandb")  # missed now, and not after the first step
 
     def begin(self) -> None:
         """Make the folder this run's: what an older one left goes, config.json is written.
@@ -95,7 +99,10 @@ class MetricsLog:
             said = f"--out {out} could not be written: {ex.strerror}"
             raise H5FeedError(f"{said}. Make room, or name another folder") from ex
         if config.debug.tensorboard:
-            self._board = _summary_writer(out, self._step)
+            with suppress(ImportError):  # on by default, and needed by nobody
+                self._boards.append(TensorBoard(out, self._step))
+        if config.debug.wandb:
+            self._boards.append(WandB(config))
 
     def write(self, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
         """Append one line, at once on disk; H5FeedError where the disk is full."""
@@ -110,22 +117,63 @@ class MetricsLog:
                 f"{self._path} could not be written: {ex.strerror}. Make room, and go on with "
                 "--resume"
             ) from ex
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        for board in self._boards:
+            board.write(step, {f"{kind}/{name}": value for name, value in values.items()})
 
     def close(self) -> None:
-        """Finish TensorBoard's file."""
-        if self._board is not None:
-            self._board.close()
+        """Finish what TensorBoard and Weights & Biases were given."""
+        for board in self._boards:
+            board.close()
 
 
-def _summary_writer(out: Path, step: int) -> Any:
-    try:
+class TensorBoard:
+    """TensorBoard's files, in the folder tensorboard of a run."""
+
+    def __init__(self, out: Path, step: int) -> None:
+        """`step` is the one that is gone on from. Raises ImportError without TensorBoard."""
         from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+        self._writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a value to each curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, of the project that --wandb names; ImportError without it."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """With --resume, the run there whose id is in the file wandb-run of the folder goes on."""
+        wandb = require("wandb", "wandb")
+        path, known = config.out / "wandb-run", None
+        if config.resume and path.exists():
+            known = path.read_text().strip()
+        self._run: Any = wandb.init(
+            project=config.debug.wandb,
+            name=config.out.resolve().name,
+            dir=str(config.out),
+            config=json.loads(json.dumps(asdict(config), default=str)),
+            id=known,
+            resume="allow",
+        )
+        # Steps of our own: its counter only rises, and would drop what a resumed run makes again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        path.write_text(f"{self._run.id}\n")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a value to each curve."""
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Send what is left, and end the run there."""
+        self._run.finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
         check_folder(config)
         data = data or open_data(config, world)
         with (
-            backends(precision, cudnn_benchmark=config.speed.cudnn_benchmark),
+            backends(precision, config.speed),
             debugging(config.debug.debug, config.out, world.device) as after_step,
         ):
             run = prepare(config, data, world, precision)

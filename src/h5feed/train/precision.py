@@ -4,14 +4,15 @@ Mixed precision is Micikevicius et al. 2018 (arXiv:1710.03740) by torch.amp; TF3
 autotuner are described in PyTorch's notes on CUDA and its Performance Tuning Guide.
 """
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
-from h5feed.errors import UsageError
+from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.config import SpeedConfig
 
 __all__ = ["backends", "choose_precision", "make_autocast", "make_scaler"]
@@ -51,20 +52,48 @@ def make_scaler(precision: str, device: torch.device) -> GradScaler:
 
 
 @contextmanager
-def backends(precision: str, *, cudnn_benchmark: bool) -> Iterator[None]:
-    """Set cuDNN's autotuner and TF32 for as long as the block lasts.
+def backends(precision: str, config: SpeedConfig) -> Iterator[None]:
+    """Set cuDNN's autotuner, TF32 and determinism for as long as the block lasts.
 
     fp32 means true fp32, in convolutions too, where torch's own default is TF32; torch leaves
-    both as they are.
+    both as they are. With --deterministic an operation without a deterministic algorithm raises
+    H5FeedError.
     """
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision())
-    cudnn.benchmark = cudnn_benchmark
+    cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     if precision != "torch":
         cudnn.allow_tf32 = precision != "fp32"
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     try:
-        yield
+        with _deterministic() if config.deterministic else nullcontext():
+            yield
     finally:
         cudnn.benchmark, cudnn.allow_tf32 = before[:2]
         torch.set_float32_matmul_precision(before[2])
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    # Read when cuBLAS is first used (PyTorch's notes on reproducibility).
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn.deterministic,
+    )
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic = True
+    try:
+        yield
+    except RuntimeError as ex:
+        if "use_deterministic_algorithms" not in str(ex):
+            raise
+        said = str(ex).partition(". ")[0].partition(", but you set")[0]
+        raise H5FeedError(
+            f"--deterministic: {said}: leave it out, or take a model without that operation"
+        ) from ex
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic = before[2]

@@ -49,7 +49,7 @@ def open_trial(
     with join_world(config.device) as world, memory_errors_in_words(config):
         precision = choose_precision(config.speed, world.device)
         data = data or open_data(config, world)
-        with backends(precision, cudnn_benchmark=config.speed.cudnn_benchmark):
+        with backends(precision, config.speed):
             net = build_network(config, data).net
             step = build_step(config, net, choose_task(config, data), world, precision, steps)
             yield Trial(config=config, data=data, world=world, step=step)
