@@ -8,8 +8,7 @@ import h5py
 import numpy as np
 
 from h5feed.store import Columns, images_spec, masks_spec, read_index, write_file
-from h5feed.store.fingerprint import fingerprint
-from h5feed.store.layout import LIBVER
+from h5feed.store.layout import LIBVER, fingerprint
 
 
 def image_spec(encoding="raw", size=(32, 32), fit="stretch"):

@@ -25,7 +25,7 @@ from h5feed.augment.crop_cpu import crop_image
 from h5feed.feed.fields import Augmented
 from h5feed.jpeg import encode_jpeg, read_header
 from h5feed.store.layout import Columns
-from h5feed.store.read import PackedFile
+from h5feed.store.read import FileReader
 from h5feed.store.write import finalize, head_bytes
 from images import jpeg_bytes, smooth
 from loaders import KINDS, by_index, loader_threads, wait_until, write_kind
@@ -273,7 +273,7 @@ def test_what_the_disk_does_not_give_is_named_or_skipped(tmp_path, kind):
     ops = () if kind == "as stored" else CROP
     with H5Loader(ds, 6, augment=ops, shuffle=False, indices=range(12)) as loader:
         expected = [images.clone() for images, _ in loader]
-    start, length = PackedFile(path).index.extents["images"].item_range(9)
+    start, length = FileReader(path).index.extents["images"].item_range(9)
     os.truncate(path, start + length // 2)
     options = {"augment": ops, "shuffle": False, "io": "read", "indices": range(12)}
     text = (

@@ -10,7 +10,7 @@ import pytest
 
 from h5feed.errors import H5FormatError
 from h5feed.store import read_index
-from h5feed.store.fingerprint import canonical_json, fingerprint
+from h5feed.store.layout import canonical_json, fingerprint
 from packed import image_spec, mask_spec, random_images, write_packed, write_provenance
 
 

@@ -20,7 +20,7 @@ import run
 from cases import PROGRAMS, Wrong
 from families import FAMILIES
 from h5feed import H5Dataset, H5Loader
-from h5feed.store import read
+from h5feed.store import gate
 
 room = Path(sys.argv[2])
 
@@ -85,7 +85,7 @@ def forgetful(self, state):
 
 break_and_run("labels", "pixels", 3, H5Dataset, "__getitem__", shifted)
 break_and_run("state", "resumed", 3, H5Loader, "load_state_dict", forgetful)
-break_and_run("seal", "metadata", 12, read, "fingerprint", lambda *_: Agreeable())
+break_and_run("seal", "metadata", 12, gate, "fingerprint", lambda *_: Agreeable())
 """
 
 

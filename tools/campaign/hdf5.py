@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from h5feed.errors import H5FormatError
-from h5feed.store import read
+from h5feed.store import gate, read_index
 
 __all__ = ["mend_checksums", "mend_fingerprint", "metadata_bytes"]
 
@@ -36,15 +36,15 @@ def mend_fingerprint(path: Path, known: str) -> None:
     The gate itself computes it: what it compares is noted, and written down.
     """
     noted: list[str] = []
-    compute = read.fingerprint
+    compute = gate.fingerprint
 
     def note(*args: Any) -> str:
         noted.append(compute(*args))
         return noted[-1]
 
-    with mock.patch.object(read, "fingerprint", note):
+    with mock.patch.object(gate, "fingerprint", note):
         try:
-            read.read_index(path)
+            read_index(path)
         except (H5FormatError, OSError):
             pass
         except Exception:

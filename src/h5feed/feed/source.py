@@ -16,7 +16,7 @@ import numpy.typing as npt
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.files import FilePath, check_alike, joint_fingerprint
 from h5feed.feed.substitute import GO_ON
-from h5feed.store import Extent, FieldSpec, FileIndex, Mapping
+from h5feed.store import Extent, FieldSpec, FileIndex, MappedFile
 
 __all__ = ["BYTES_CHANGED", "Pixels", "cannot_be"]
 
@@ -39,7 +39,7 @@ class Pixels:
     """Whether items are views of mapped files; else `item` reads them."""
 
     def __init__(self, paths: Sequence[FilePath]) -> None:
-        self._mappings = [Mapping(path) for path in paths]
+        self._mappings = [MappedFile(path) for path in paths]
         self.indexes: list[FileIndex] = [mapping.index for mapping in self._mappings]
         """All of each file but its pixels."""
         check_alike(self.indexes)
@@ -103,7 +103,7 @@ class Pixels:
         return self._readers[field][number](local)
 
     def writable(self, field: str, index: int) -> npt.NDArray[np.uint8]:
-        """Return the same as memory of the caller's own; see Mapping.writable."""
+        """Return the same as memory of the caller's own; see MappedFile.writable."""
         number, local = self.locate(index)
         return self._mappings[number].writable(self.indexes[number].extents[field], local)
 
@@ -205,7 +205,7 @@ class Pixels:
         more = len(self.paths) - 1
         return self.paths[0] + (f" and {more} more" if more else "")
 
-    def _files(self) -> list[tuple[Mapping, FileIndex]]:
+    def _files(self) -> list[tuple[MappedFile, FileIndex]]:
         return list(zip(self._mappings, self.indexes, strict=True))
 
     def _ranges(self, field: str, where: Indices) -> tuple[Indices, Indices, Indices]:
@@ -263,7 +263,7 @@ def _merged(number: Indices, start: Indices, length: Indices) -> list[tuple[int,
     )
 
 
-def _reader(mapping: Mapping, extent: Extent) -> Callable[[int], npt.NDArray[np.uint8]]:
+def _reader(mapping: MappedFile, extent: Extent) -> Callable[[int], npt.NDArray[np.uint8]]:
     """Return the shortest way to an item's view: indexing the whole field where it has one size."""
     if extent.spec.is_fixed:
         return mapping.whole(extent).__getitem__

@@ -25,8 +25,14 @@ from h5feed.packing.encode import BlockResult, Job, Payload, Skip, field_sizes, 
 from h5feed.packing.options import PackOptions
 from h5feed.progress import Progress
 from h5feed.store.check import check_file
-from h5feed.store.fingerprint import canonical_json, fingerprint
-from h5feed.store.layout import MASKS, MAX_PROVENANCE, Columns, FieldSpec
+from h5feed.store.layout import (
+    MASKS,
+    MAX_PROVENANCE,
+    Columns,
+    FieldSpec,
+    canonical_json,
+    fingerprint,
+)
 from h5feed.store.read import read_index
 from h5feed.store.write import finalize, head_bytes
 from h5feed.text import in_bytes, printable

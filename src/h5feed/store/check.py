@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from h5feed.errors import H5FormatError
-from h5feed.store.read import PackedFile
+from h5feed.store.read import FileReader
 from h5feed.system import available_cores
 
 __all__ = ["CheckReport", "DamagedItem", "check_file"]
@@ -56,7 +56,7 @@ def check_file(
     are done. Raises OSError where the file cannot be read; damage is reported, not raised.
     """
     try:
-        file = PackedFile(path)
+        file = FileReader(path)
     except H5FormatError as ex:
         return CheckReport(
             path=os.fspath(path), items=0, payload_bytes=0, error=str(ex), damaged=()
@@ -73,7 +73,7 @@ def check_file(
 
 
 def _damaged(
-    file: PackedFile, threads: int | None, progress: Callable[[int, int], None] | None
+    file: FileReader, threads: int | None, progress: Callable[[int, int], None] | None
 ) -> Iterator[DamagedItem]:
     count = len(file.index)
     starts = range(0, count, _BLOCK)
@@ -86,7 +86,7 @@ def _damaged(
                 progress(min(start + _BLOCK, count), count)
 
 
-def _check_block(file: PackedFile, start: int) -> list[DamagedItem]:
+def _check_block(file: FileReader, start: int) -> list[DamagedItem]:
     items = range(start, min(start + _BLOCK, len(file.index)))
     for extent in file.index.extents.values():
         first, _ = extent.item_range(items[0])
@@ -95,7 +95,7 @@ def _check_block(file: PackedFile, start: int) -> list[DamagedItem]:
     return [damaged for item in items if (damaged := _check_item(file, item)) is not None]
 
 
-def _check_item(file: PackedFile, item: int) -> DamagedItem | None:
+def _check_item(file: FileReader, item: int) -> DamagedItem | None:
     """Read one item and compare its checksum: by `pread`, which a failing disk does not kill."""
     try:
         if _checksum(file, item) == file.index.crc32[item]:
@@ -106,7 +106,7 @@ def _check_item(file: PackedFile, item: int) -> DamagedItem | None:
     return DamagedItem(index=item, key=file.index.key(item), error=said)
 
 
-def _checksum(file: PackedFile, item: int) -> int:
+def _checksum(file: FileReader, item: int) -> int:
     value = 0
     for extent in file.index.extents.values():
         start, length = extent.item_range(item)

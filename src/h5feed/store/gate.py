@@ -1,9 +1,13 @@
-"""What h5feed believes of an HDF5 file: plain, fixed-size data inside this very file."""
+"""What is believed of an HDF5 file: plain, fixed-size data inside this very file.
+
+It accepts what h5feed writes and nothing else: a file is data, never code, and no address in it is
+believed before it has been checked against the file's size.
+"""
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,10 @@ import numpy as np
 
 from h5feed.errors import H5FormatError
 from h5feed.store.layout import (
+    FORMAT,
+    FORMAT_VERSION,
     IMAGES,
+    MASKS,
     MAX_ITEM_PIXELS,
     MAX_PROVENANCE,
     MAX_SIDE,
@@ -20,20 +27,20 @@ from h5feed.store.layout import (
     Columns,
     Extent,
     FieldSpec,
+    FileIndex,
     Int32,
     Int64,
+    fingerprint,
+    images_spec,
+    masks_spec,
 )
 from h5feed.text import printable
 
-__all__ = [
-    "Gate",
-    "check_offsets",
-    "check_ranges",
-    "check_sizes",
-    "check_spec",
-    "read_provenance",
-]
+__all__ = ["Gate", "validated_index"]
 
+_MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
+_SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
+_SPEC_NUMBERS = ("height", "width", "channels")
 _DEPTH = 16  # of provenance: packing nests it three deep
 
 
@@ -145,11 +152,129 @@ class Gate:
         return holder.attrs[name]
 
 
+def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
+    """Return all of an opened file but its pixels; H5FormatError where h5feed wrote no such file.
+
+    It also lets through what HDF5 and numpy raise for damaged metadata.
+    """
+    _check_root(gate, file)
+    names = gate.members(file)
+    for name in names:
+        if name not in _MEMBERS:
+            raise gate.refuse(f"/{name} is nothing that h5feed writes")
+    if IMAGES not in names:
+        raise gate.refuse("it has no /images")
+    labels = _labels(gate, file)
+    extents = {IMAGES: _extent(gate, file, IMAGES, len(labels))}
+    if MASKS in names:
+        extents[MASKS] = _extent(gate, file, MASKS, len(labels), extents[IMAGES].spec)
+    columns = _columns(gate, file, labels, boxes="boxes" in names)
+    _check_ranges(gate, columns, extents[IMAGES].spec)
+    _check_sizes(gate, extents)
+    provenance, seal = gate.text(file, "provenance"), gate.text(file, "fingerprint")
+    specs = [extent.spec for extent in extents.values()]
+    offsets = {name: extent.offsets for name, extent in extents.items()}
+    shapes = {name: extent.shapes for name, extent in extents.items()}
+    starts = [extent.start for extent in extents.values()]
+    if fingerprint(specs, starts, columns, provenance, offsets, shapes) != seal:
+        raise gate.refuse("its fingerprint does not match its contents (altered or damaged)")
+    return FileIndex(
+        path=str(gate.path),
+        size=gate.size,
+        extents=extents,
+        **{column.name: getattr(columns, column.name) for column in fields(columns)},
+        provenance=_read_provenance(gate, provenance),
+        fingerprint=seal,
+    )
+
+
+def _check_root(gate: Gate, file: h5py.File) -> None:
+    if "format" not in file.attrs or gate.text(file, "format") != FORMAT:
+        raise H5FormatError(
+            f"{gate.path}: an HDF5 file, but not h5feed's (no attribute format={FORMAT!r}); "
+            "make one with pack-h5"
+        )
+    version = gate.integer(file, "format_version")
+    if version != FORMAT_VERSION:
+        raise H5FormatError(
+            f"{gate.path}: format_version={version}, and this h5feed reads {FORMAT_VERSION}; "
+            "update h5feed or pack the images again"
+        )
+    if "complete" not in file.attrs or gate.integer(file, "complete") != 1:
+        raise gate.refuse("it was never finished (attribute complete is not set)")
+    if file.userblock_size:
+        raise gate.refuse("it has a user block, which h5feed never writes")
+
+
+def _labels(gate: Gate, file: h5py.File) -> Any:
+    data = gate.dataset(file, "labels")
+    if (data.dtype, data.ndim) not in ((np.dtype("<i8"), 1), (np.dtype("<f4"), 2)):
+        raise gate.refuse(f"/labels is {data.dtype} {data.shape}, not int64 (N) or float32 (N,K)")
+    if data.size < 1:
+        raise gate.refuse("it has no items" if data.shape[0] < 1 else "/labels has no targets")
+    return data[()]
+
+
+def _columns(gate: Gate, file: h5py.File, labels: Any, *, boxes: bool) -> Columns:
+    count = len(labels)
+    keys = gate.group(file, "keys", {"bytes", "offsets"})
+    key_bytes = gate.array(keys, "bytes", "|u1", (None,))
+    key_offsets = gate.array(keys, "offsets", "<i8", (count + 1,))
+    _check_offsets(gate, "/keys/offsets", key_offsets, len(key_bytes))
+    return Columns(
+        labels=labels,
+        classes=_classes(gate, file),
+        key_bytes=key_bytes,
+        key_offsets=key_offsets,
+        source_shapes=gate.array(file, "source_shapes", "<i4", (count, 2)),
+        crc32=gate.array(file, "crc32", "<u4", (count,)),
+        boxes=gate.array(file, "boxes", "<i4", (count, 4)) if boxes else None,
+    )
+
+
+def _classes(gate: Gate, file: h5py.File) -> tuple[str, ...]:
+    data = gate.dataset(file, "classes")
+    if data.dtype.kind != "S" or data.ndim != 1:
+        raise gate.refuse(f"/classes is {data.dtype} {data.shape}, not fixed-length strings (K)")
+    return tuple(name.decode("utf-8", "surrogateescape") for name in data[()].tolist())
+
+
+def _extent(
+    gate: Gate, file: h5py.File, name: str, count: int, images: FieldSpec | None = None
+) -> Extent:
+    spec = _spec(gate, file, name, images)
+    if spec.is_fixed:
+        data = gate.dataset(file, name)
+        gate.expect(data, "|u1", spec.dataset_shape(count))
+        start = gate.address(data)
+        return Extent(spec=spec, start=start, count=count, offsets=None, shapes=None)
+    group = gate.group(file, name, {"bytes", "offsets", "shapes"})
+    data = gate.dataset(group, "bytes")
+    gate.expect(data, "|u1", (None,))
+    offsets = gate.array(group, "offsets", "<i8", (count + 1,))
+    shapes = gate.array(group, "shapes", "<i4", (count, 2))
+    _check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
+    start = gate.address(data)
+    return Extent(spec=spec, start=start, count=count, offsets=offsets, shapes=shapes)
+
+
+def _spec(gate: Gate, file: h5py.File, name: str, images: FieldSpec | None) -> FieldSpec:
+    holder = file[name]
+    values: dict[str, str | int] = {key: gate.text(holder, key) for key in _SPEC_TEXTS}
+    values |= {key: gate.integer(holder, key) for key in _SPEC_NUMBERS}
+    try:
+        spec = FieldSpec.from_attributes(name, values)
+    except ValueError as ex:
+        raise gate.refuse(f"/{name}: {ex}") from ex
+    wanted = images_spec(spec.encoding, spec.height, spec.width, spec.fit)
+    return _check_spec(gate, spec, wanted if images is None else masks_spec(images))
+
+
 def _full(parent: h5py.Group, name: str) -> str:
     return f"{parent.name.rstrip('/')}/{name}"
 
 
-def check_spec(gate: Gate, spec: FieldSpec, wanted: FieldSpec) -> FieldSpec:
+def _check_spec(gate: Gate, spec: FieldSpec, wanted: FieldSpec) -> FieldSpec:
     """Refuse a field that packing never writes."""
     for name, value in wanted.attributes().items():
         if (have := spec.attributes()[name]) != value:
@@ -159,7 +284,7 @@ def check_spec(gate: Gate, spec: FieldSpec, wanted: FieldSpec) -> FieldSpec:
     return spec
 
 
-def check_offsets(gate: Gate, name: str, offsets: Int64, total: int) -> None:
+def _check_offsets(gate: Gate, name: str, offsets: Int64, total: int) -> None:
     """Refuse offsets that do not rise from 0 to `total`.
 
     Compared, not subtracted: a difference of int64 may wrap around.
@@ -168,7 +293,7 @@ def check_offsets(gate: Gate, name: str, offsets: Int64, total: int) -> None:
         raise gate.refuse(f"{name} is not rising from 0 to {total}")
 
 
-def check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
+def _check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
     """Refuse numbers that later code would index or divide by."""
     labels, known = columns.labels, len(columns.classes)
     if labels.ndim == 1 and labels.min() < -1:
@@ -198,7 +323,7 @@ def _check_sides(gate: Gate, name: str, shapes: Int32, most: int) -> None:
         raise gate.refuse(f"{name} has a side of {shapes.max()} pixels, and {most} is the most")
 
 
-def check_sizes(gate: Gate, extents: dict[str, Extent]) -> None:
+def _check_sizes(gate: Gate, extents: dict[str, Extent]) -> None:
     """Refuse items of sizes that their field, or their image, does not have."""
     images = extents[IMAGES]
     for name, extent in extents.items():
@@ -223,7 +348,7 @@ def check_sizes(gate: Gate, extents: dict[str, Extent]) -> None:
             raise gate.refuse(f"/{name}/offsets does not agree with its shapes")
 
 
-def read_provenance(gate: Gate, text: str) -> dict[str, Any]:
+def _read_provenance(gate: Gate, text: str) -> dict[str, Any]:
     """Read what made the file; refuse what packing would not have written there."""
     if len(text) > MAX_PROVENANCE:
         raise gate.refuse(f"attribute provenance has {len(text)} characters, too many to be true")

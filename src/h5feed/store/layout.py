@@ -3,7 +3,10 @@
 The format is described in the README; `write` makes it, `read` accepts it, `check` proves it.
 """
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -25,7 +28,10 @@ __all__ = [
     "Encoding",
     "Extent",
     "FieldSpec",
+    "FileIndex",
     "Fit",
+    "canonical_json",
+    "fingerprint",
     "images_spec",
     "masks_spec",
 ]
@@ -256,3 +262,68 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.source_shapes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIndex(Columns):
+    """All of a packed file but its pixels, validated and copied out."""
+
+    path: str
+    """Absolute path."""
+    size: int
+    """Bytes of the file."""
+    extents: dict[str, Extent]
+    """By field name; "images" is always there and first."""
+    provenance: dict[str, Any]
+    fingerprint: str
+    """SHA-256 (hex) of everything here and, through crc32, of the pixels."""
+
+    def key(self, index: int) -> str:
+        """Source path of item `index`, relative to the packed folder."""
+        first, last = self.key_offsets[index : index + 2].tolist()
+        return os.fsdecode(self.key_bytes[first:last].tobytes())
+
+
+def canonical_json(value: Any) -> str:
+    """Serialize `value` so that equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def fingerprint(
+    fields: Sequence[FieldSpec],
+    starts: Sequence[int],
+    columns: Columns,
+    provenance: str,
+    offsets: Mapping[str, np.ndarray[Any, Any] | None],
+    shapes: Mapping[str, np.ndarray[Any, Any] | None],
+) -> str:
+    """SHA-256 (hex) over geometry, every small array and the provenance.
+
+    The pixels are covered through `columns.crc32`, and where they lie by `starts`: the byte
+    address of each field. At another address sound pixels would be read as other ones.
+    """
+    digest = hashlib.sha256()
+    geometry = [
+        [spec.name, spec.attributes(), int(start)]
+        for spec, start in zip(fields, starts, strict=True)
+    ]
+    digest.update(canonical_json([FORMAT_VERSION, geometry, columns.classes]).encode())
+    digest.update(provenance.encode())
+    arrays = [
+        columns.labels,
+        columns.key_bytes,
+        columns.key_offsets,
+        columns.source_shapes,
+        columns.crc32,
+        columns.boxes,
+    ]
+    for spec in fields:
+        if not spec.is_fixed:
+            arrays += [offsets[spec.name], shapes[spec.name]]
+    for array in arrays:
+        if array is None:
+            digest.update(b"-")
+            continue
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+    return digest.hexdigest()

@@ -1,91 +1,39 @@
-"""How a packed file is opened: HDF5 validates it, through the descriptor that pixels come from.
+"""How a packed file is read: validated by HDF5 once, then mapped into memory, or read by `pread`.
 
-Opening goes through the gate. It accepts what h5feed writes and nothing else: a file is data,
-never code, and no address in it is believed before it has been checked against the file's size.
+HDF5 opens the very descriptor that pixels come from, and has no part in reading them.
 """
 
+from __future__ import annotations
+
+import ctypes
 import errno
+import mmap
 import os
 import re
 import stat
+import sys
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import h5py
 import numpy as np
 
 from h5feed.errors import H5FormatError
-from h5feed.store.fingerprint import fingerprint
-from h5feed.store.gate import (
-    Gate,
-    check_offsets,
-    check_ranges,
-    check_sizes,
-    check_spec,
-    read_provenance,
-)
-from h5feed.store.layout import (
-    FORMAT,
-    FORMAT_VERSION,
-    IMAGES,
-    MASKS,
-    Columns,
-    Extent,
-    FieldSpec,
-    Int32,
-    Int64,
-    UInt8,
-    UInt32,
-    images_spec,
-    masks_spec,
-)
+from h5feed.store.gate import Gate, validated_index
+from h5feed.store.layout import Extent, FileIndex, UInt8
 from h5feed.text import printable
 
-__all__ = ["READAHEAD", "FileIndex", "PackedFile", "read_index"]
+__all__ = ["FileReader", "MappedFile", "read_index"]
 
 # Linux reads no more of one announcement than the device's read-ahead, 128 KiB by default, and
 # drops the rest without a word (64 MiB announced at once: 8 MiB read, where that is 8 MiB).
-READAHEAD = 128 << 10
-
-_MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
-_SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
-_SPEC_NUMBERS = ("height", "width", "channels")
+_READAHEAD = 128 << 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileIndex:
-    """All of a packed file but its pixels, validated and copied out."""
-
-    path: str
-    """Absolute path."""
-    size: int
-    """Bytes of the file."""
-    extents: dict[str, Extent]
-    """By field name; "images" is always there and first."""
-    labels: Int64 | np.ndarray[Any, np.dtype[np.float32]]
-    classes: tuple[str, ...]
-    key_bytes: UInt8
-    key_offsets: Int64
-    source_shapes: Int32
-    boxes: Int32 | None
-    crc32: UInt32
-    provenance: dict[str, Any]
-    fingerprint: str
-    """SHA-256 (hex) of everything here and, through crc32, of the pixels."""
-
-    def __len__(self) -> int:
-        return len(self.source_shapes)
-
-    def key(self, index: int) -> str:
-        """Source path of item `index`, relative to the packed folder."""
-        first, last = self.key_offsets[index : index + 2].tolist()
-        return os.fsdecode(self.key_bytes[first:last].tobytes())
-
-
-class PackedFile:
+class FileReader:
     """A packed file, opened once and held open.
 
     Index, mapping and reads come from one descriptor: packing replaces a file by renaming, and
@@ -106,7 +54,7 @@ class PackedFile:
             self.close()
             raise
 
-    def __enter__(self) -> "PackedFile":
+    def __enter__(self) -> FileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,7 +107,7 @@ class PackedFile:
             with _open_hdf5(path) as file:
                 self._fd = os.dup(file.id.get_vfd_handle())
                 self._identity = _identity(self._fd)
-                return _index(Gate(path, os.fstat(self._fd).st_size), file)
+                return validated_index(Gate(path, os.fstat(self._fd).st_size), file)
         except H5FormatError:
             raise
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as ex:
@@ -187,14 +135,14 @@ class PackedFile:
     def announce(self, start: int, length: int) -> None:
         """Tell the kernel that these bytes will be read soon; it returns at once."""
         if hasattr(os, "posix_fadvise"):
-            for at in range(start, start + length, READAHEAD):
-                size = min(READAHEAD, start + length - at)
+            for at in range(start, start + length, _READAHEAD):
+                size = min(_READAHEAD, start + length - at)
                 os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_WILLNEED)
 
 
 def read_index(path: str | os.PathLike[str]) -> FileIndex:
-    """Open, validate and close a packed file; raises what `PackedFile` does."""
-    with PackedFile(path) as file:
+    """Open, validate and close a packed file; raises what `FileReader` does."""
+    with FileReader(path) as file:
         return file.index
 
 
@@ -233,121 +181,225 @@ def _read_error(path: Path, error: Exception, reason: str) -> OSError | None:
     return OSError(code, os.strerror(code), str(path)) if code else None
 
 
-def _index(gate: Gate, file: h5py.File) -> FileIndex:
-    _check_root(gate, file)
-    names = gate.members(file)
-    for name in names:
-        if name not in _MEMBERS:
-            raise gate.refuse(f"/{name} is nothing that h5feed writes")
-    if IMAGES not in names:
-        raise gate.refuse("it has no /images")
-    labels = _labels(gate, file)
-    extents = {IMAGES: _extent(gate, file, IMAGES, len(labels))}
-    if MASKS in names:
-        extents[MASKS] = _extent(gate, file, MASKS, len(labels), extents[IMAGES].spec)
-    columns = _columns(gate, file, labels, boxes="boxes" in names)
-    check_ranges(gate, columns, extents[IMAGES].spec)
-    check_sizes(gate, extents)
-    provenance, seal = gate.text(file, "provenance"), gate.text(file, "fingerprint")
-    specs = [extent.spec for extent in extents.values()]
-    offsets = {name: extent.offsets for name, extent in extents.items()}
-    shapes = {name: extent.shapes for name, extent in extents.items()}
-    starts = [extent.start for extent in extents.values()]
-    if fingerprint(specs, starts, columns, provenance, offsets, shapes) != seal:
-        raise gate.refuse("its fingerprint does not match its contents (altered or damaged)")
-    return FileIndex(
-        path=str(gate.path),
-        size=gate.size,
-        extents=extents,
-        labels=columns.labels,
-        classes=columns.classes,
-        key_bytes=columns.key_bytes,
-        key_offsets=columns.key_offsets,
-        source_shapes=columns.source_shapes,
-        boxes=columns.boxes,
-        crc32=columns.crc32,
-        provenance=read_provenance(gate, provenance),
-        fingerprint=seal,
-    )
+class MappedFile:
+    """One file mapped once, read-only: nothing in this process can change what is read here.
+
+    `writable` is for whoever must be handed memory that can be written to. Views stay valid for as
+    long as they exist, also after `MappedFile` itself is gone.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open `path`, as `FileReader` does, and map that very file."""
+        with FileReader(path) as file:
+            self.index = file.index
+            self.data: UInt8 = _map(file.fileno(), self.index.size)
+        self._address = self.data.ctypes.data
+        # Closed: a set may be thousands of files, and a process has a thousand descriptors.
+        self._file = file
+        """uint8 (size,): the whole file, read-only."""
+        self._copied: _CopyOnWrite | None = None
+
+    def item(self, extent: Extent, index: int) -> UInt8:
+        """Return item `index` as a view, shape `extent.item_shape(index)`, without a copy."""
+        start, length = extent.item_range(index)
+        return self.data[start : start + length].reshape(extent.item_shape(index))
+
+    def read(self, extent: Extent, index: int) -> UInt8:
+        """Return item `index` as `item` does, read into memory of its own.
+
+        Raises OSError where the disk does not give it; touching a view then ends the process.
+        After `keep_open`.
+        """
+        return self._file.item(extent, index)
+
+    def keep_open(self) -> None:
+        """Keep a descriptor, for `read`; raises OSError where the file has been replaced."""
+        self._file.keep_open()
+
+    def whole(self, extent: Extent) -> UInt8:
+        """Return a fixed field as one view: (N, H, W, C), or (N, H·3/2, W) for NV12."""
+        return _field(self.data, extent)
+
+    def writable(self, extent: Extent, index: int) -> UInt8:
+        """Return item `index` as memory of the caller's own: what is written never gets further.
+
+        Not to the file, nor to what is read here later. A view without a copy, until something
+        has been written into one; and copies where the system cannot tell, or gives no memory
+        that is copied on write.
+        """
+        if self._copied is None:
+            self._copied = _CopyOnWrite(self._file)
+        start, length = extent.item_range(index)
+        view = self._copied.read(start, length)
+        if view is None:
+            view = self.data[start : start + length].copy()
+        return view.reshape(extent.item_shape(index))
+
+    def writable_whole(self, extent: Extent) -> UInt8:
+        """Return a fixed field as `whole` does, in a mapping of its own that may be written to.
+
+        Raises OSError where the system gives no memory for that, as with strict overcommit, and
+        where the file has been replaced.
+        """
+        with self._file.descriptor() as fd:
+            return _field(_map(fd, self.index.size, writable=True), extent)
+
+    def announce(self, start: int, length: int) -> None:
+        """Tell the kernel that these bytes will be read soon; it returns at once."""
+        for at in range(start, start + length, _READAHEAD):
+            _advise(self._address + at, min(_READAHEAD, start + length - at))
+
+    def in_memory(self, *addresses: int) -> bool:
+        """Whether the bytes at `addresses` can all be read without waiting for the disk.
+
+        False where the system cannot tell, and where the file has been replaced.
+        """
+        if not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            with self._file.descriptor() as fd:
+                return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in addresses)
+        except OSError:  # EAGAIN: not there; EOPNOTSUPP: this file system cannot tell
+            return False
 
 
-def _check_root(gate: Gate, file: h5py.File) -> None:
-    if "format" not in file.attrs or gate.text(file, "format") != FORMAT:
-        raise H5FormatError(
-            f"{gate.path}: an HDF5 file, but not h5feed's (no attribute format={FORMAT!r}); "
-            "make one with pack-h5"
-        )
-    version = gate.integer(file, "format_version")
-    if version != FORMAT_VERSION:
-        raise H5FormatError(
-            f"{gate.path}: format_version={version}, and this h5feed reads {FORMAT_VERSION}; "
-            "update h5feed or pack the images again"
-        )
-    if "complete" not in file.attrs or gate.integer(file, "complete") != 1:
-        raise gate.refuse("it was never finished (attribute complete is not set)")
-    if file.userblock_size:
-        raise gate.refuse("it has a user block, which h5feed never writes")
+def _field(data: UInt8, extent: Extent) -> UInt8:
+    spec = extent.spec
+    view = data[extent.start : extent.start + extent.nbytes]
+    return view.reshape(extent.count, *spec.item_shape(spec.height, spec.width))
 
 
-def _labels(gate: Gate, file: h5py.File) -> Any:
-    data = gate.dataset(file, "labels")
-    if (data.dtype, data.ndim) not in ((np.dtype("<i8"), 1), (np.dtype("<f4"), 2)):
-        raise gate.refuse(f"/labels is {data.dtype} {data.shape}, not int64 (N) or float32 (N,K)")
-    if data.size < 1:
-        raise gate.refuse("it has no items" if data.shape[0] < 1 else "/labels has no targets")
-    return data[()]
+_EVERY: Final = 8  # reads: so often an earlier one is looked at again
+_LATER: Final = 64  # reads: so much later, when a batch's worth of them may have been written
 
 
-def _columns(gate: Gate, file: h5py.File, labels: Any, *, boxes: bool) -> Columns:
-    count = len(labels)
-    keys = gate.group(file, "keys", {"bytes", "offsets"})
-    key_bytes = gate.array(keys, "bytes", "|u1", (None,))
-    key_offsets = gate.array(keys, "offsets", "<i8", (count + 1,))
-    check_offsets(gate, "/keys/offsets", key_offsets, len(key_bytes))
-    return Columns(
-        labels=labels,
-        classes=_classes(gate, file),
-        key_bytes=key_bytes,
-        key_offsets=key_offsets,
-        source_shapes=gate.array(file, "source_shapes", "<i4", (count, 2)),
-        crc32=gate.array(file, "crc32", "<u4", (count,)),
-        boxes=gate.array(file, "boxes", "<i4", (count, 4)) if boxes else None,
-    )
+class _CopyOnWrite:
+    """Views of a file that may be written to, each given only while its pages are the file's.
+
+    The mapping is private: a page that is written is copied by the kernel and is this process's
+    own from then on, and so would be what the next reader of it sees. /proc/self/pagemap tells
+    (4 µs for 256² pixels; a copy costs 7 µs where its memory is used again at once, and 30 µs in a
+    batch of 64). So every read looks at its pages first. The first one found written ends this
+    for good: who writes once writes on, and the kernel's copies cost more than plain ones and stay.
+    Pages are not dropped from under those who hold views; they go with the last view.
+    """
+
+    def __init__(self, file: FileReader) -> None:
+        self._data: UInt8 | None = None
+        if _pagemap is not None:
+            # strict overcommit counts such memory in full; the file may have been replaced
+            with suppress(OSError), file.descriptor() as fd:
+                self._data = _map(fd, file.index.size, writable=True)
+        self._address = 0 if self._data is None else self._data.ctypes.data
+        self._reads = 0
+        self._earlier: deque[tuple[int, int]] = deque([(0, 1)] * (_LATER // _EVERY))
+
+    def read(self, start: int, length: int) -> UInt8 | None:
+        """Return these bytes of the file as a writable view; None where a copy has to do."""
+        data = self._data
+        if data is None:
+            return None
+        written = self._written(start, length)
+        self._reads += 1
+        if self._reads % _EVERY == 0:  # else a first epoch's writes would fill the memory
+            self._earlier.append((start, length))
+            written = written or self._written(*self._earlier.popleft())
+        if written:
+            self._data = None
+            return None
+        return data[start : start + length]
+
+    def _written(self, start: int, length: int) -> bool:
+        """Whether any page of these bytes is no longer the file's (Linux' pagemap.rst)."""
+        if _pagemap is None:
+            return True
+        first = (self._address + start) // mmap.PAGESIZE
+        last = (self._address + start + length - 1) // mmap.PAGESIZE
+        entries = os.pread(_pagemap, 8 * (last + 1 - first), 8 * first)
+        return len(entries) == 0 or len(entries[_TOP::8].translate(None, _THE_FILES)) > 0
 
 
-def _classes(gate: Gate, file: h5py.File) -> tuple[str, ...]:
-    data = gate.dataset(file, "classes")
-    if data.dtype.kind != "S" or data.ndim != 1:
-        raise gate.refuse(f"/classes is {data.dtype} {data.shape}, not fixed-length strings (K)")
-    return tuple(name.decode("utf-8", "surrogateescape") for name in data[()].tolist())
+_TOP: Final = 7 if sys.byteorder == "little" else 0  # the byte with bits 56 to 63 of an entry
+_PRESENT, _SWAPPED, _OF_FILE = 1 << 7, 1 << 6, 1 << 5
+_THE_FILES: Final = bytes(
+    top for top in range(256) if top & _OF_FILE or not top & (_PRESENT | _SWAPPED)
+)
 
 
-def _extent(
-    gate: Gate, file: h5py.File, name: str, count: int, images: FieldSpec | None = None
-) -> Extent:
-    spec = _spec(gate, file, name, images)
-    if spec.is_fixed:
-        data = gate.dataset(file, name)
-        gate.expect(data, "|u1", spec.dataset_shape(count))
-        start = gate.address(data)
-        return Extent(spec=spec, start=start, count=count, offsets=None, shapes=None)
-    group = gate.group(file, name, {"bytes", "offsets", "shapes"})
-    data = gate.dataset(group, "bytes")
-    gate.expect(data, "|u1", (None,))
-    offsets = gate.array(group, "offsets", "<i8", (count + 1,))
-    shapes = gate.array(group, "shapes", "<i4", (count, 2))
-    check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
-    start = gate.address(data)
-    return Extent(spec=spec, start=start, count=count, offsets=offsets, shapes=shapes)
-
-
-def _spec(gate: Gate, file: h5py.File, name: str, images: FieldSpec | None) -> FieldSpec:
-    holder = file[name]
-    values: dict[str, str | int] = {key: gate.text(holder, key) for key in _SPEC_TEXTS}
-    values |= {key: gate.integer(holder, key) for key in _SPEC_NUMBERS}
+def _open_pagemap() -> int | None:
     try:
-        spec = FieldSpec.from_attributes(name, values)
-    except ValueError as ex:
-        raise gate.refuse(f"/{name}: {ex}") from ex
-    wanted = images_spec(spec.encoding, spec.height, spec.width, spec.fit)
-    return check_spec(gate, spec, wanted if images is None else masks_spec(images))
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, AttributeError):  # not Linux, or no /proc here
+        return None
+
+
+def _reopen_pagemap() -> None:
+    global _pagemap
+    if _pagemap is not None:
+        os.close(_pagemap)
+    _pagemap = _open_pagemap()
+
+
+_pagemap = _open_pagemap()
+if hasattr(os, "register_at_fork"):
+    # what a child has from its parent tells of the parent's pages
+    os.register_at_fork(after_in_child=_reopen_pagemap)
+
+
+def _map(fd: int, size: int, *, writable: bool = False) -> UInt8:
+    """Return uint8 (size,): the file, or with `writable` memory that is copied when written to.
+
+    Raises OSError where the system gives no such memory.
+    """
+    if _LIBC is not None:
+        return np.asarray(_Mapped(fd, size, writable=writable))
+    access = mmap.ACCESS_COPY if writable else mmap.ACCESS_READ
+    return np.frombuffer(mmap.mmap(fd, size, access=access), np.uint8)
+
+
+def _advise(address: int, length: int) -> None:
+    """Let the kernel read these bytes of a mapping ahead: fadvise's work, without a descriptor."""
+    if _LIBC is not None:
+        page = address - address % mmap.PAGESIZE
+        _LIBC.madvise(page, address + length - page, mmap.MADV_WILLNEED)
+
+
+_NORESERVE: Final = 0x4000  # Linux' MAP_NORESERVE: Python 3.11 lacks the name
+_FAILED: Final = ctypes.c_void_p(-1).value
+_LIBC: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+if _LIBC is not None:
+    _LIBC.mmap.restype = ctypes.c_void_p
+    _LIBC.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_int64,  # off_t of the systems that Python is built for
+    ]
+    _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class _Mapped:
+    """A file mapped through libc, for as long as an array of it lives.
+
+    Python's mmap would keep a descriptor of its own open for each mapping (until 3.13).
+    """
+
+    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+        self._size = size
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        # without reserving swap, so that files larger than memory map
+        flags = mmap.MAP_PRIVATE | _NORESERVE
+        self._address = _LIBC.mmap(None, size, protection, flags, fd, 0)
+        if self._address == _FAILED:
+            self._size = 0
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.__array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (self._address, not writable),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        if self._size:
+            _LIBC.munmap(self._address, self._size)

@@ -17,8 +17,16 @@ import h5py
 import numpy as np
 
 from h5feed.disk import create_file, naming, open_file, rename_file, sync_file, write_at
-from h5feed.store.fingerprint import canonical_json, fingerprint
-from h5feed.store.layout import ALIGNMENT, FORMAT, FORMAT_VERSION, LIBVER, Columns, FieldSpec
+from h5feed.store.layout import (
+    ALIGNMENT,
+    FORMAT,
+    FORMAT_VERSION,
+    LIBVER,
+    Columns,
+    FieldSpec,
+    canonical_json,
+    fingerprint,
+)
 from h5feed.store.read import read_index
 
 __all__ = ["finalize", "head_bytes", "write_file"]

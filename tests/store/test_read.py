@@ -9,8 +9,7 @@ import pytest
 
 from feed.test_ahead import drop_from_memory
 from h5feed.errors import H5FormatError
-from h5feed.store import Mapping, PackedFile
-from h5feed.store import mapping as mapping_module
+from h5feed.store import FileReader, MappedFile, read
 from loaders import wait_until
 from mapped import is_view, maps_of
 from packed import image_spec, random_images, write_packed
@@ -23,7 +22,7 @@ def images():
 
 @pytest.fixture
 def opened(tmp_path, images):
-    mapping = Mapping(write_packed(tmp_path / "a.h5", images))
+    mapping = MappedFile(write_packed(tmp_path / "a.h5", images))
     return mapping.index, mapping
 
 
@@ -56,14 +55,14 @@ def test_one_byte_written_makes_a_page_the_process_s_own(opened, images):
     index, mapping = opened
     extent = index.extents["images"]  # of three pages an item
     for at in ((0, 0, 0), (31, 3, 1), (63, 63, 2)):
-        mapping = Mapping(index.path)
+        mapping = MappedFile(index.path)
         mapping.writable(extent, 3)[at] ^= 255
         assert np.array_equal(mapping.writable(extent, 3), images[3])
 
 
 def test_a_neighbor_on_the_same_page_keeps_what_its_holder_wrote(tmp_path):
     images = random_images(3, (8, 8))
-    mapping = Mapping(write_packed(tmp_path / "small.h5", images))
+    mapping = MappedFile(write_packed(tmp_path / "small.h5", images))
     extent = mapping.index.extents["images"]
     first, second = mapping.writable(extent, 1), mapping.writable(extent, 2)
     first[:], second[:] = 1, 2
@@ -75,7 +74,7 @@ def test_a_neighbor_on_the_same_page_keeps_what_its_holder_wrote(tmp_path):
 def test_whoever_writes_into_all_it_reads_fills_no_memory(tmp_path):
     path = write_packed(tmp_path / "many.h5", random_images(300, (64, 64)))
     for late in (0, 40):  # reads between an item's reading and its writing
-        mapping, held, views = Mapping(path), [], 0
+        mapping, held, views = MappedFile(path), [], 0
         extent = mapping.index.extents["images"]
         for i in range(300):
             held.append(mapping.writable(extent, i))
@@ -111,9 +110,9 @@ def test_where_the_system_cannot_tell_or_reserves_items_are_copies(
     index, mapping = opened
     extent = index.extents["images"]
     if lacking == "pagemap":
-        monkeypatch.setattr(mapping_module, "_pagemap", None)
+        monkeypatch.setattr(read, "_pagemap", None)
     else:  # as vm.overcommit_memory=2 does with a file larger than what is left to commit
-        monkeypatch.setattr(mapping_module, "_map", refuse_writable(mapping_module._map))
+        monkeypatch.setattr(read, "_map", refuse_writable(read._map))
         with pytest.raises(OSError, match="Cannot allocate memory"):
             mapping.writable_whole(extent)
     for i in (2, 2, 5):
@@ -135,7 +134,7 @@ def refuse_writable(really):
 def test_a_mapping_that_cannot_be_is_an_error(opened):
     index, _ = opened
     with pytest.raises(OSError, match="Bad file descriptor"):
-        mapping_module._map(-1, index.size)
+        read._map(-1, index.size)
 
 
 def test_views_outlive_the_mapping(opened, images):
@@ -150,7 +149,7 @@ def test_announcements_are_cut_to_what_the_kernel_reads_of_one(opened, monkeypat
     told = []
     start = mapping.data.ctypes.data
     advise = lambda at, length: told.append((at - start, length))  # noqa: E731
-    monkeypatch.setattr("h5feed.store.mapping._advise", advise)
+    monkeypatch.setattr("h5feed.store.read._advise", advise)
     mapping.announce(1000, 300_000)
     assert told == [
         (1000, 131_072),
@@ -159,7 +158,7 @@ def test_announcements_are_cut_to_what_the_kernel_reads_of_one(opened, monkeypat
     ]
 
 
-@pytest.mark.parametrize("opens", [Mapping, PackedFile])
+@pytest.mark.parametrize("opens", [MappedFile, FileReader])
 def test_a_file_replaced_while_it_is_opened_is_one_or_the_other(tmp_path, monkeypatch, opens):
     """Packing again renames the new file over the old one: at the worst moment, here."""
     versions = [random_images(6, (64, 64), seed) for seed in (1, 2)]
@@ -186,12 +185,12 @@ def test_descriptors_are_closed(opened):
     gc.collect()  # of what earlier tests left
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(50):
-        Mapping(index.path)
+        MappedFile(index.path)
     os.truncate(index.path, 5000)
     errors = []
     for _ in range(50):
         with pytest.raises(H5FormatError) as caught:
-            Mapping(index.path)
+            MappedFile(index.path)
         errors.append(caught.value)  # and the frames it passed through
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
@@ -200,7 +199,7 @@ def test_hundreds_of_files_need_no_descriptor_each(opened, images, tmp_path):
     index, _ = opened
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    mappings = [Mapping(index.path) for _ in range(50)]
+    mappings = [MappedFile(index.path) for _ in range(50)]
     for mapping in mappings:
         extent = index.extents["images"]
         assert np.array_equal(mapping.item(extent, 1), images[1])
@@ -228,7 +227,7 @@ def test_a_file_replaced_after_it_was_opened_is_still_the_old_one(opened, images
 def test_what_is_announced_is_read(tmp_path):
     path = write_packed(tmp_path / "a.h5", random_images(8, (256, 256)))
     drop_from_memory(path)
-    mapping = Mapping(path)
+    mapping = MappedFile(path)
     start, length = mapping.index.extents["images"].item_range(5)
     assert not mapping.in_memory(start + length // 2)
     mapping.announce(start, length)
@@ -240,7 +239,7 @@ def test_items_of_their_own_size(tmp_path):
     images = [np.full((h, w, 3), i, np.uint8) for i, (h, w) in enumerate(shapes)]
     spec = image_spec(size=(8, 8), fit="keep")
     path = write_packed(tmp_path / "k.h5", images, spec=spec, stored_shapes=shapes)
-    mapping = Mapping(path)
+    mapping = MappedFile(path)
     for i, image in enumerate(images):
         assert np.array_equal(mapping.item(mapping.index.extents["images"], i), image)
 
@@ -248,7 +247,7 @@ def test_items_of_their_own_size(tmp_path):
 def test_nv12_items(tmp_path):
     images = [np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) + i for i in range(3)]
     path = write_packed(tmp_path / "y.h5", images, spec=image_spec("yuv420", (8, 16)))
-    mapping = Mapping(path)
+    mapping = MappedFile(path)
     extent = mapping.index.extents["images"]
     assert np.array_equal(mapping.item(extent, 2), images[2])
     assert mapping.whole(extent).shape == (3, 12, 16)
@@ -258,7 +257,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.h5")
     for path in (tmp_path / "pipe.h5", Path(os.devnull)):
         with pytest.raises(H5FormatError, match=f"^{path}: not a regular file; give a file that"):
-            PackedFile(path)
+            FileReader(path)
 
 
 def failing_disk(monkeypatch, bad):
@@ -278,7 +277,7 @@ def test_an_item_that_the_disk_does_not_give_is_an_os_error(opened, images, monk
     extent = index.extents["images"]
     start, length = extent.item_range(3)
     failing_disk(monkeypatch, range(start, start + length))
-    with PackedFile(index.path) as file:
+    with FileReader(index.path) as file:
         assert np.array_equal(file.item(extent, 2), images[2])
         with pytest.raises(OSError, match="Input/output error"):
             file.item(extent, 3)
@@ -297,7 +296,7 @@ def test_what_the_system_says_of_hdf5s_own_reads_is_an_os_error(opened, monkeypa
 
     monkeypatch.setattr("h5py.File", fail)
     with pytest.raises(OSError, match="Input/output error") as caught:
-        PackedFile(index.path)
+        FileReader(index.path)
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, index.path)
 
 
@@ -309,5 +308,5 @@ def test_no_descriptor_left_is_no_fault_of_the_file(opened, monkeypatch):
 
     monkeypatch.setattr(os, "dup", none_left)
     with pytest.raises(OSError, match="Too many open files") as caught:
-        PackedFile(index.path)
+        FileReader(index.path)
     assert caught.value.filename == index.path
