@@ -43,7 +43,7 @@ def test_the_loss_falls_and_the_summary_says_so(tmp_path):
     assert summary.best == summary.val["accuracy"] == 1.0
     assert summary.val["loss"] == losses(tmp_path, "val")[-1][1]
     assert set(summary.train) == {
-        "loss", "accuracy", "lr", "images_per_s", "data_wait", "memory_mb"
+        "loss", "accuracy", "lr", "images_per_s", "data_wait", "memory_mb", "grad_norm"
     }  # fmt: skip
     assert summary.train["images_per_s"] > 0
     assert 0 < summary.train["data_wait"] < 1
@@ -688,3 +688,27 @@ def test_both_sources_of_weights_are_one_too_many(tmp_path):
         make_config(tmp_path, pretrained=True, init="a.pt")
     with pytest.raises(UsageError, match=r"--drop-path 1\.0 is out of range"):
         make_config(tmp_path, drop_path=1.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1e-3}, {"accumulate": 4}])
+def test_the_norm_of_the_gradient_is_logged_before_clipping(tmp_path, options):
+    config = make_config(tmp_path, epochs=1, **options)
+    data = make_data(config)
+    torch.manual_seed(config.seed)
+    model = tiny(4)
+    loader = data.train_loader(data.size)
+    loader.set_epoch(0)
+    parts = [next(iter(loader)) for _ in range(config.speed.accumulate)]
+    images, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+    torch.nn.functional.cross_entropy(model((images - 100.0) / 50.0), labels).backward()
+    expected = torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm()
+    train(config, data)
+    first = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert first["grad_norm"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_every_line_of_training_has_the_norm(tmp_path):
+    run(tmp_path, epochs=2, log_every=3)  # of 4 steps an epoch: readings at 3, 4, 6, 8
+    lines = [m for m in read_metrics(tmp_path / "metrics.jsonl") if m["kind"] == "train"]
+    assert [line["step"] for line in lines] == [3, 4, 6, 8]
+    assert all(line["grad_norm"] > 0 for line in lines)

@@ -5,11 +5,14 @@ import torch
 
 from h5feed.augment import (
     CenterCrop,
+    ColorJitter,
     RandomCrop,
+    RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
 )
+from h5feed.errors import UsageError
 from h5feed.train.config import DataConfig
 from h5feed.train.recipes import scoring_ops, to_torchvision, training_ops
 
@@ -94,3 +97,32 @@ def test_padding_of_masks_is_not_scored():
     assert training_ops(config, 32, (32, 32), dense=False, ignore_index=255) == [
         RandomCrop(32, padding=4)
     ]
+
+
+def test_color_jitter_and_random_erase_come_last_and_only_where_asked_for():
+    config = DataConfig(crop="none", color_jitter=0.4, random_erase=0.25)
+    mean = (120.4, 110.6, 99.5)
+    jitter = ColorJitter(0.4, 0.4, 0.4)
+    erasing = RandomErasing(0.25, value=[120.0, 111.0, 100.0])
+    assert training_ops(config, 32, (32, 32), dense=False, mean=mean) == [FLIP, jitter, erasing]
+    assert scoring_ops(config, 32, (32, 32), dense=False) == []
+    scenes = DataConfig(crop="none", color_jitter=0.4)
+    assert training_ops(scenes, 32, (32, 32), dense=True) == [FLIP, jitter]
+    with pytest.raises(UsageError, match=r"--random-erase 0\.25 would paint over what masks still"):
+        training_ops(config, 32, (32, 32), dense=True)
+    with pytest.raises(UsageError, match=r"--random-erase 1\.5 is too large: it is a share"):
+        DataConfig(random_erase=1.5)
+    with pytest.raises(UsageError, match=r"--color-jitter -1\.0 is too small"):
+        DataConfig(color_jitter=-1.0)
+
+
+def test_torchvision_jitters_and_erases_alike():
+    pytest.importorskip("torchvision")
+    config = DataConfig(crop="none", flip=False, color_jitter=0.4, random_erase=1.0)
+    ops = training_ops(config, 32, (32, 32), dense=False, mean=(200.0, 0.0, 0.0))
+    jitter, erasing = to_torchvision(ops).transforms
+    assert (jitter.brightness, jitter.saturation, jitter.hue) == ((0.6, 1.4), (0.6, 1.4), None)
+    erased = erasing(torch.full((3, 32, 32), 7, dtype=torch.uint8))
+    assert [sorted(set(channel.flatten().tolist())) for channel in erased] == [
+        [7, 200], [0, 7], [0, 7]
+    ]  # fmt: skip

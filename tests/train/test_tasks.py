@@ -80,3 +80,29 @@ def test_a_users_own_task(tmp_path, monkeypatch):
 def test_an_unknown_task_lists_what_there_is():
     with pytest.raises(UsageError, match="--task 'detection' is not one of classification, regr"):
         make_task("detection", LossConfig(), 3)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bce_is_timms(threshold, smoothing):
+    losses = pytest.importorskip("timm.loss")
+    config = LossConfig(loss="bce", label_smoothing=smoothing, bce_target_thresh=threshold)
+    task = make_task("classification", config, 4)
+    theirs = losses.BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
+    outputs, labels = torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])
+    assert task.loss(outputs, labels) == pytest.approx(theirs(outputs, labels).item())
+    # Mixed targets are smoothed by timm's Mixup, before its loss.
+    shares = torch.tensor([[0.7, 0.3, 0, 0], [0.1, 0, 0, 0.9], [1, 0, 0, 0]])
+    mixed = outputs[:3]
+    smooth = shares * (1 - smoothing) + smoothing / 4
+    assert task.loss(mixed, shares) == pytest.approx(theirs(mixed, smooth).item())
+    one_hot = functional.one_hot(labels, 4).float()
+    plain = functional.binary_cross_entropy_with_logits(outputs, one_hot)
+    assert task.val_loss(outputs, labels) == plain
+
+
+def test_bce_where_it_does_nothing_is_refused():
+    with pytest.raises(UsageError, match="--loss bce is for classification, and the task is regr"):
+        make_task("regression", LossConfig(loss="bce"), 2)
+    with pytest.raises(UsageError, match=r"--bce-target-thresh 0\.2 does nothing with --loss"):
+        LossConfig(bce_target_thresh=0.2)

@@ -25,6 +25,7 @@ __all__ = [
 
 LoaderName = Literal["h5loader", "dali", "dataloader", "imagefolder", "synthetic"]
 ScheduleName = Literal["constant", "onecycle", "cyclic", "cosine", "linear", "step"]
+LossName = Literal["cross-entropy", "bce"]
 Precision = Literal["auto", "torch", "fp32", "tf32", "bf16", "fp16"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
@@ -86,6 +87,11 @@ class LossConfig:
     decides by what the file holds."""
     num_outputs: int = 0
     """Classes, or targets; 0 takes the number from the file."""
+    loss: LossName = "cross-entropy"
+    """cross-entropy, or bce: each class a yes-or-no question of its own (Wightman et al. 2021,
+    arXiv:2110.00476, recipes A1 to A3), with the shares of --mixup and --cutmix as its targets."""
+    bce_target_thresh: float | None = None
+    """bce: shares above this count as a whole yes, the others as no (0.2 in timm's A2 and A3)."""
     label_smoothing: float = 0.0
     """Share of the target taken from the true class and spread over all (arXiv:1512.00567)."""
     ignore_index: int = 255
@@ -94,6 +100,13 @@ class LossConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "num_outputs", "ignore_index")
         below_one(self, "label_smoothing")
+        if self.bce_target_thresh is not None:
+            below_one(self, "bce_target_thresh")
+            if self.loss != "bce":
+                raise UsageError(
+                    f"--bce-target-thresh {self.bce_target_thresh} does nothing with --loss "
+                    f"{self.loss}: give --loss bce, or leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +139,21 @@ class DataConfig:
     auto takes random-crop up to 64 px."""
     padding: int = -1
     """Black pixels around each picture before random-crop; -1 takes an eighth of its side."""
+    color_jitter: float = 0.0
+    """Change brightness, contrast and saturation of training images by factors within 1 - this
+    and 1 + this (0.4 in ImageNet's recipes); 0 turns it off."""
+    random_erase: float = 0.0
+    """Share of the training images that lose a random rectangle (Zhong et al. 2017,
+    arXiv:1708.04896), filled with the mean color; 0 turns it off. Not for segmentation."""
     flip: bool = True
     """Mirror half of the pictures, left to right."""
 
     def __post_init__(self) -> None:
         at_least(self, -1, "workers", "padding")
         at_least(self, 1, "prefetch")
-        at_least(self, 0, "size")
+        at_least(self, 0, "size", "color_jitter", "random_erase")
+        if self.random_erase > 1:
+            raise UsageError(f"--random-erase {self.random_erase} is too large: it is a share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def open_folders(config: TrainConfig, world: World, batch_size: int) -> Data:
         mean=mean,
         std=std,
         size=size,
-        train_loader=partial(_training, config, world, train, batch_size),
+        train_loader=partial(_training, config, world, train, batch_size, mean),
         count=len(train),
         val_loader=val_loader,
     )
@@ -66,9 +66,16 @@ def _kind(folder: Any, config: TrainConfig, path: Path) -> Kind:
     return Kind(task="classification", num_outputs=count, classes=classes)
 
 
-def _training(config: TrainConfig, world: World, folder: Any, batch_size: int, size: int) -> Loader:
+def _training(
+    config: TrainConfig,
+    world: World,
+    folder: Any,
+    batch_size: int,
+    mean: tuple[float, ...],
+    size: int,
+) -> Loader:
     check_batch(config, world, len(folder))
-    ops = to_torchvision(training_ops(config.data, size, None, dense=False))
+    ops = to_torchvision(training_ops(config.data, size, None, dense=False, mean=mean))
     augmented = Augmented(folder, _to_tensor(ops), seed=config.seed, masks=False)
     return StockLoader(augmented, len(folder), batch_size, config.data, world, seed=config.seed)
 

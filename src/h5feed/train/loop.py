@@ -64,7 +64,9 @@ def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
 
         batches = run.recorder.waiting(run.loaders.at(epoch))
         while step.count < end:
-            loss, score = step(batches)  # forward, backward, optimizer; waits for nothing
+            measure = is_due(config.debug.log_every, step.count + 1) or step.count + 1 == end
+            # Forward, backward, optimizer; waits for nothing.
+            loss, score = step(batches, measure=measure)
             run.recorder.add(loss, score)
             after_step()
             if due := is_due(config.debug.log_every, step.count):
@@ -97,7 +99,7 @@ def is_due(every: int, step: int) -> bool:
 
 def report(run: Run, epoch: int) -> None:
     """Read the losses since the last report: the only moment that waits for the device."""
-    run.recorder.report(run.step.count, epoch, run.step.lr)
+    run.recorder.report(run.step.count, epoch, run.step.lr, run.step.grad_norm)
 
 
 def score_epoch(run: Run, epoch: int) -> bool:

@@ -11,7 +11,7 @@ from h5feed.train.config import OptimConfig
 from h5feed.train.large_batch import LAMB, LARS, NovoGrad
 from h5feed.train.models import parameter_layers
 
-__all__ = ["clip_gradients", "make_optimizer", "parameter_groups"]
+__all__ = ["clip_gradients", "gradient_norm", "make_optimizer", "parameter_groups"]
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
@@ -91,6 +91,13 @@ def _names_spared_by_models(model: nn.Module) -> set[str]:
         if callable(listed):
             spared |= {f"{prefix}.{name}" if prefix else name for name in listed()}
     return spared
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Return the Euclidean norm of all gradients together, a scalar; waits for nothing."""
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads))))
+    return norm
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:

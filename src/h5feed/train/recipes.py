@@ -6,12 +6,15 @@ from typing import Any
 
 from h5feed.augment import (
     CenterCrop,
+    ColorJitter,
     Op,
     RandomCrop,
+    RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
 )
+from h5feed.errors import UsageError
 from h5feed.optional import require
 from h5feed.train.config import DataConfig
 
@@ -30,11 +33,12 @@ def training_ops(
     *,
     dense: bool,
     ignore_index: int = 0,
+    mean: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> list[Op]:
     """Return the ops for pictures of `size` px from ones stored as (height, width).
 
     `stored` is None where stored pictures have several sizes. Where masks are padded, they get
-    `ignore_index`.
+    `ignore_index`; what is erased gets the color `mean`, 0 to 255.
     random-crop pads by an eighth (4 of 32 px, as in He et al. 2016); random-resized is Szegedy
     et al. 2015 as torchvision has it.
     """
@@ -51,7 +55,18 @@ def training_ops(
         padding = max(1, size // 8) if config.padding < 0 else config.padding
         mask_fill = ignore_index if dense else 0
         ops.append(RandomCrop(size, padding=padding, mask_fill=mask_fill))
-    return [*ops, RandomHorizontalFlip()] if config.flip else ops
+    if config.flip:
+        ops.append(RandomHorizontalFlip())
+    if jitter := config.color_jitter:
+        ops.append(ColorJitter(jitter, jitter, jitter))
+    if config.random_erase:
+        if dense:
+            raise UsageError(
+                f"--random-erase {config.random_erase} would paint over what masks still name: "
+                "leave it out for segmentation"
+            )
+        ops.append(RandomErasing(config.random_erase, value=[float(round(v)) for v in mean]))
+    return ops
 
 
 def scoring_ops(

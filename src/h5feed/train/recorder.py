@@ -128,10 +128,11 @@ class Recorder:
         self._meter.add(loss, score)
         self._progress.advance(self._config.batch_size)
 
-    def report(self, step: int, epoch: int, lr: float) -> None:
+    def report(self, step: int, epoch: int, lr: float, grad_norm: Tensor | None = None) -> None:
         """Read, write and show the steps since the last report, if any.
 
-        Raises LossError when their loss is not a number; in all processes alike.
+        `lr` and `grad_norm` are the last step's; a norm that overflowed is left out. Raises
+        LossError when their loss is not a number; in all processes alike.
         """
         steps = self._meter.steps
         if not steps:
@@ -148,6 +149,8 @@ class Recorder:
             "data_wait": min(1.0, self._waited / seconds),
             "memory_mb": memory_mb(self._world.device),
         }
+        if grad_norm is not None and math.isfinite(norm := grad_norm.item()):
+            values["grad_norm"] = norm
         self._log.write("train", step, epoch, values)
         self._progress.note(self._note(epoch, values))
         self.summary.steps, self.summary.train = step, values

@@ -37,13 +37,14 @@ def open_data(config: TrainConfig, world: World) -> Data:
     kind = read_kind(train, config.train, config.loss)
     size = config.data.size or default_size(train)
     stats = channel_stats(train.pixels, limit=_STATISTICS_OF)
+    mean = tuple(255 * value for value in stats.mean)
     return Data(
         task=kind.task,
         num_outputs=kind.num_outputs,
-        mean=tuple(255 * value for value in stats.mean),
+        mean=mean,
         std=tuple(max(1.0, 255 * value) for value in stats.std),
         size=size,
-        train_loader=partial(_training, config, world, train, kind, batch_size),
+        train_loader=partial(_training, config, world, train, kind, batch_size, mean),
         count=len(train),
         val_loader=_scoring(config, world, kind, batch_size, size),
     )
@@ -66,13 +67,19 @@ def part_size(config: TrainConfig, world: World) -> int:
 
 
 def _training(
-    config: TrainConfig, world: World, ds: H5Dataset, kind: Kind, batch_size: int, size: int
+    config: TrainConfig,
+    world: World,
+    ds: H5Dataset,
+    kind: Kind,
+    batch_size: int,
+    mean: tuple[float, ...],
+    size: int,
 ) -> Loader:
     """Make the training loader for pictures of `size` px."""
     check_batch(config, world, len(ds))
     data, dense = config.data, kind.task == "segmentation"
     ignored = config.loss.ignore_index
-    ops = training_ops(data, size, stored_size(ds), dense=dense, ignore_index=ignored)
+    ops = training_ops(data, size, stored_size(ds), dense=dense, ignore_index=ignored, mean=mean)
     if data.loader == "synthetic":
         batch = random_batch(
             kind.task, kind.num_outputs, batch_size, size, config.seed, world.device

@@ -20,7 +20,7 @@ from h5feed.train.config import TrainConfig
 from h5feed.train.distributed import last_only
 from h5feed.train.ema import Ema
 from h5feed.train.mix import mix_batch
-from h5feed.train.optim import clip_gradients
+from h5feed.train.optim import clip_gradients, gradient_norm
 from h5feed.train.tasks import Task
 
 __all__ = ["Batch", "TrainStep"]
@@ -52,15 +52,18 @@ class TrainStep:
     """Optimizer steps done."""
     lr: float = 0.0
     """Learning rate of the last of them; of the head, with --layer-decay."""
+    grad_norm: Tensor | None = None
+    """Norm of its gradient before clipping, a scalar on the device, where it was measured."""
 
-    def __call__(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
+    def __call__(self, batches: Iterator[Batch], *, measure: bool = False) -> tuple[Tensor, Tensor]:
         """Take `--accumulate` parts from `batches`, and make one step of the mean gradient.
 
         Returns the parts' mean loss (a scalar) and summed score, on the device, without graph.
+        With `measure`, the gradient's norm is left in `grad_norm`.
         """
         parts = self.config.speed.accumulate
         totals = [self._backward(next(batches), part, parts) for part in range(parts)]
-        self._move()
+        self._move(measure=measure)
         loss = torch.stack([loss for loss, _ in totals]).sum()
         score = torch.stack([score for _, score in totals]).sum(0)
         return loss, score
@@ -94,11 +97,12 @@ class TrainStep:
         layout = torch.channels_last if self.config.speed.channels_last else torch.contiguous_format
         return images.contiguous(memory_format=layout), targets
 
-    def _move(self) -> None:
+    def _move(self, *, measure: bool) -> None:
         optim = self.config.optim
-        if optim.clip_norm or optim.clip_value:
+        if measure or optim.clip_norm or optim.clip_value:
             self.scaler.unscale_(self.optimizer)
-            clip_gradients(self.net, optim)
+        self.grad_norm = gradient_norm(self.net) if measure else None
+        clip_gradients(self.net, optim)
         self.lr = float(max(self.schedule.get_last_lr()))
         self.scaler.step(self.optimizer)
         self.scaler.update()

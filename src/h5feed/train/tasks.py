@@ -64,22 +64,43 @@ def make_task(kind: str, config: LossConfig, num_outputs: int) -> Task:
         if not isinstance(task, Task):
             raise UsageError(f"--task {kind} returned {type(task).__name__}, not a Task")
         return task
+    if config.loss != "cross-entropy" and kind != "classification":
+        raise UsageError(f"--loss {config.loss} is for classification, and the task is {kind}")
     if kind not in _TASKS:
         raise UsageError(f"--task {kind!r} is not one of {', '.join(_TASKS)}, module:function")
     return _TASKS[kind](config, num_outputs)
 
 
 def _classification(config: LossConfig, num_outputs: int) -> Task:
+    loss = partial(functional.cross_entropy, label_smoothing=config.label_smoothing)
+    val_loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+    if config.loss == "bce":
+        loss = partial(_bce, config.label_smoothing, config.bce_target_thresh)
+        val_loss = partial(_bce, 0.0, None)
     return Task(
         name="classification",
-        loss=partial(functional.cross_entropy, label_smoothing=config.label_smoothing),
-        val_loss=functional.cross_entropy,
+        loss=loss,
+        val_loss=val_loss,
         score=_hits,
         value=_ratio,
         metric="accuracy",
         num_classes=num_outputs,
         num_outputs=num_outputs,
     )
+
+
+def _bce(smoothing: float, threshold: float | None, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Binary cross-entropy, the mean over images and classes, of class numbers or shares (B, C).
+
+    Smoothing takes that share of each target and spreads it over all classes, before the
+    threshold, as timm's BinaryCrossEntropy does.
+    """
+    if not targets.is_floating_point():
+        targets = functional.one_hot(targets, outputs.shape[1])
+    targets = targets.to(outputs.dtype) * (1 - smoothing) + smoothing / outputs.shape[1]
+    if threshold is not None:
+        targets = targets.gt(threshold).to(outputs.dtype)
+    return functional.binary_cross_entropy_with_logits(outputs, targets)
 
 
 def _hits(outputs: Tensor, targets: Tensor) -> Tensor:
