@@ -27,6 +27,7 @@ class _Command:
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.h5")]
     """File to make."""
     packing: PackOptions = field(default_factory=PackOptions)
+    """How images are packed."""
     json: bool = False
     """Print the summary as one JSON object."""
 

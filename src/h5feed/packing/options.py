@@ -18,7 +18,13 @@ _NOT_CONTENT = frozenset({"num_workers", "on_error", "max_skipped", "overwrite",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions:
-    """How images are packed."""
+    """How images are packed: the options of `pack` and of `pack-h5`.
+
+    >>> PackOptions(size="256", store="jpeg").check()
+    >>> PackOptions(quality=101).check()
+    Traceback (most recent call last):
+    h5feed.errors.UsageError: quality=101 is out of range: give 1 to 100
+    """
 
     size: str = "auto"
     """auto, a side S, or HxW: pixels to store.

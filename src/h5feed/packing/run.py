@@ -43,7 +43,14 @@ _WORKER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSummary:
-    """What was packed; `str()` of it is what `pack-h5` prints."""
+    """What was packed; `str()` of it is what `pack-h5` prints.
+
+    >>> summary = pack("images", "summary.h5", size=64, num_workers=0)
+    >>> summary.items, summary.classes, summary.skipped
+    (24, 2, ())
+    >>> print(str(summary).splitlines()[0])
+    summary.h5: 24 images, 2 classes, ... kB from ... kB of files
+    """
 
     out: str
     items: int
@@ -113,15 +120,26 @@ def pack(
     resume: bool = False,
     progress: bool = False,
 ) -> PackSummary:
-    """Pack the images of `source` into the HDF5 file `out`; return what was done.
+    """Pack the images of `source` into the HDF5 file `out`; return a summary.
 
     `source` is a folder, or any dataset with `len(source)` and `source[i] == (image, label)`:
     image a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), label a class number
     or numeric targets. A dataset is read in this process, one item after the other, and cannot
-    be resumed. `size` is "auto", S, "HxW" or (H, W); the other options are `PackOptions`', one
-    for one. `progress` shows a bar or lines on stderr.
+    be resumed. `size` is "auto", S, "HxW" or (H, W); `progress` shows a bar or lines on stderr;
+    the other options are those of `PackOptions`, which describes them.
 
-    Raises UsageError for a wrong argument and PackError when packing cannot finish; its text
+    A folder of class folders:
+
+    >>> pack("images", "photos.h5", size=64, num_workers=0).items
+    24
+
+    A dataset, here a list of gray squares and their classes:
+
+    >>> squares = [(np.full((32, 32, 3), gray, np.uint8), gray % 2) for gray in range(10)]
+    >>> pack(squares, "squares.h5", size=32, store="yuv420").items
+    10
+
+    Raises UsageError for a wrong argument, and PackError when packing cannot finish; its text
     says what was kept to resume from. `out` is the finished file or not there at all.
     """
     options = PackOptions(
@@ -150,7 +168,12 @@ def pack(
 def pack_with(
     source: Any, out: str | os.PathLike[str], options: PackOptions, *, progress: bool = False
 ) -> PackSummary:
-    """Do what `pack` does, with the options in one object."""
+    """Do what `pack` does, with the options in one object.
+
+    >>> options = PackOptions(size="64", store="jpeg", quality=95, num_workers=0)
+    >>> pack_with("images", "small.h5", options).items
+    24
+    """
     began = time.monotonic()
     options.check()
     if not hasattr(os, "pwrite"):  # before any work: the end would need it
