@@ -20,7 +20,7 @@ import simplejpeg
 
 from h5feed import H5Dataset
 from h5feed.augment import Pipeline, RandomResizedCrop
-from h5feed.augment.crop_cpu import crop_image
+from h5feed.augment.cpu import crop_image
 from h5feed.bench.machine import describe, machine
 from h5feed.feed.random import Draws
 from h5feed.feed.schedule import Drawing

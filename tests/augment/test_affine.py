@@ -14,7 +14,6 @@ from augment.judge import (
     run,
 )
 from h5feed.augment import Pipeline, RandomAffine, Resize
-from h5feed.augment.affine import AffineStage
 from h5feed.augment.frame import Shapes
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -120,8 +119,8 @@ def test_a_letterbox_turns_as_it_is():
     size = np.array([[64, 64]])
     shapes = Shapes.stored(size, np.array([[75, 100]]), boxes)
     op = RandomAffine((30, 30))
-    rows, after = AffineStage(op, 0).draw(FakeDraws([0]), 0, shapes)
-    plain, _ = AffineStage(op, 0).draw(FakeDraws([0]), 0, Shapes.whole(size))
+    rows, after = op.draw(FakeDraws([0]).uniform(0, 6), shapes)
+    plain, _ = op.draw(FakeDraws([0]).uniform(0, 6), Shapes.whole(size))
     assert (rows == plain).all()
     assert after.boxes.tolist() == [[0, 0, 64, 64]]
 

@@ -19,10 +19,11 @@ from h5feed.augment import (
     RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
-    ToFloat,
+    ToDtype,
     pipeline,
 )
-from h5feed.augment.compiled_device import CompiledBatch
+from h5feed.augment.device import CompiledBatch
+from h5feed.augment.plan import run_batch
 from h5feed.jpeg import rgb_to_nv12
 from loaders import assert_same, by_index, write_kind
 
@@ -43,7 +44,7 @@ def test_compiled_it_makes_what_the_cpu_kernels_make(nv12):
     images = make_images(12, 40, 40)
     if nv12:
         images = np.stack([rgb_to_nv12(image) for image in images])
-    ops = [*CROP, ToFloat(), Normalize([0.4, 0.5, 0.6], [1, 1, 1])]
+    ops = [*CROP, ToDtype(torch.float32, scale=True), Normalize([0.4, 0.5, 0.6], [1, 1, 1])]
     made, params, out = run(ops, images, FakeDraws(range(12)), nv12=nv12, antialias=True)
     kernels = made.compile_device()
     floats = on_device(made, params, images).numpy()
@@ -85,7 +86,7 @@ def test_batches_of_all_lengths_are_two_graphs_at_most_and_pipelines_are_not_cou
     graphs = []
     for _ in range(9):
         made, _, _ = run(CROP, images, FakeDraws(range(9)))
-        made._run_batch = kernels = CompiledBatch(counting(graphs))
+        made._run_batch = kernels = CompiledBatch(run_batch, counting(graphs))
         for count in (9, 9, 5, 3):
             size = np.full((count, 2), 40)
             params = made.draw(FakeDraws(range(count), seed=count), size, size)
@@ -112,7 +113,7 @@ def load(ds, **options):
 @pytest.mark.parametrize("residency", ["stream", "device"])
 def test_a_loader_compiles_its_ops(ds, monkeypatch, residency):
     graphs = []
-    monkeypatch.setattr(pipeline, "CompiledBatch", partial(CompiledBatch, counting(graphs)))
+    monkeypatch.setattr(pipeline, "CompiledBatch", partial(CompiledBatch, backend=counting(graphs)))
     found, compiled = load(ds, compile=True, residency=residency)
     assert compiled
     assert len(graphs) == 1
@@ -122,7 +123,7 @@ def test_a_loader_compiles_its_ops(ds, monkeypatch, residency):
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(ds, monkeypatch):
-    monkeypatch.setattr(pipeline, "CompiledBatch", partial(CompiledBatch, broken))
+    monkeypatch.setattr(pipeline, "CompiledBatch", partial(CompiledBatch, backend=broken))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found, compiled = load(ds, compile=True)

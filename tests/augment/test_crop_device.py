@@ -12,7 +12,7 @@ from h5feed.augment import (
     RandomVerticalFlip,
     Resize,
 )
-from h5feed.augment.on_device import run_batch
+from h5feed.augment.plan import run_batch
 
 LISTS = {
     "larger": [RandomResizedCrop(80, scale=(0.05, 0.3)), RandomHorizontalFlip()],

@@ -14,7 +14,7 @@ from augment.judge import (
     run,
 )
 from h5feed.augment import CenterCrop, Grayscale, Pipeline, RandomCrop, Resize
-from h5feed.augment.crop_cpu import readable
+from h5feed.augment.cpu import readable
 from h5feed.errors import UsageError
 
 v2 = pytest.importorskip("torchvision.transforms.v2")

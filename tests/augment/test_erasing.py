@@ -11,13 +11,13 @@ from augment.judge import (
     planar,
     run,
 )
-from h5feed.augment import Normalize, Pipeline, RandomErasing, ToFloat
+from h5feed.augment import Normalize, Pipeline, RandomErasing, ToDtype
 from h5feed.errors import UsageError
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 functional = pytest.importorskip("torchvision.transforms.v2.functional")
 
-HALF = [ToFloat(), Normalize([0.5], [0.5])]
+HALF = [ToDtype(torch.float32, scale=True), Normalize([0.5], [0.5])]
 
 
 @pytest.mark.parametrize("value", [7, (1, 2, 3)])
@@ -34,7 +34,7 @@ def test_a_rectangle_of_bytes_is_torchvisions(value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_after_normalize_the_value_is_one_of_the_floats(dtype):
     images = make_images(8, 30, 40)
-    ops = [ToFloat(dtype), Normalize([0.5], [0.5]), RandomErasing(1, value=-7.25)]
+    ops = [ToDtype(dtype, scale=True), Normalize([0.5], [0.5]), RandomErasing(1, value=-7.25)]
     pipeline, params, out = run(ops, images, FakeDraws(range(8)))
     made = torch.from_numpy(out.view(np.int16) if out.dtype == np.uint16 else out).view(dtype)
     erased = (made == -7.25).all(dim=3).sum(dim=(1, 2))
@@ -86,7 +86,7 @@ def test_it_happens_with_probability_p_and_not_where_nothing_fits():
 def test_values_that_make_no_sense_where_they_stand_are_refused():
     with pytest.raises(UsageError, match="draws from a normal distribution: put the op after"):
         Pipeline([RandomErasing(value="random")])
-    with pytest.raises(UsageError, match=r"value=-1 must lie within 0\.\.255 before ToFloat"):
+    with pytest.raises(UsageError, match=r"value=-1 must lie within 0\.\.255 before ToDtype"):
         Pipeline([RandomErasing(value=-1)])
     with pytest.raises(UsageError, match="must be one number, or one for each of 3 channels"):
         Pipeline([RandomErasing(value=(1, 2))])

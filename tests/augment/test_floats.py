@@ -4,7 +4,7 @@ import torch
 
 from augment.draws import FakeDraws
 from augment.judge import make_images, on_device, planar, run
-from h5feed.augment import Grayscale, Normalize, ToFloat
+from h5feed.augment import Grayscale, Normalize, ToDtype
 from h5feed.errors import UsageError
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -22,7 +22,7 @@ def as_tensor(out, dtype):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_floats_are_torchvisions_on_the_cpu_and_on_a_device(dtype, normalize):
     images = make_images(3, 20, 30)
-    ours = [ToFloat(dtype)] + [Normalize(MEAN, STD)] * normalize
+    ours = [ToDtype(dtype, scale=True)] + [Normalize(MEAN, STD)] * normalize
     theirs = [v2.ToDtype(torch.float32, scale=True)] + [v2.Normalize(MEAN, STD)] * normalize
     pipeline, params, out = run(ours, images, FakeDraws(range(3)))
     want = torch.stack([v2.Compose(theirs)(planar(image)) for image in images])
@@ -44,7 +44,9 @@ def test_floats_are_torchvisions_on_the_cpu_and_on_a_device(dtype, normalize):
 def test_a_range_maps_black_and_white_to_its_ends(dtype):
     images = np.zeros((1, 4, 4, 3), np.uint8)
     images[0, 0] = 255
-    pipeline, params, out = run([ToFloat(dtype, range=(-1, 1))], images, FakeDraws([0]))
+    pipeline, params, out = run(
+        [ToDtype(dtype, scale=True), Normalize([0.5], [0.5])], images, FakeDraws([0])
+    )
     made = as_tensor(out, dtype).float()
     assert made[0, 0].unique().tolist() == pytest.approx([1], abs=1e-6)
     assert made[0, 1:].unique().tolist() == pytest.approx([-1], abs=1e-6)
@@ -53,7 +55,7 @@ def test_a_range_maps_black_and_white_to_its_ends(dtype):
 
 def test_two_normalizations_are_one_after_the_other():
     images = make_images(2, 8, 8)
-    ops = [ToFloat(), Normalize(MEAN, STD), Normalize([0.5], [2])]
+    ops = [ToDtype(torch.float32, scale=True), Normalize(MEAN, STD), Normalize([0.5], [2])]
     once = run(ops[:2], images, FakeDraws(range(2)))[2]
     twice = run(ops, images, FakeDraws(range(2)))[2]
     np.testing.assert_allclose(twice, (once - 0.5) / 2, atol=1e-6)
@@ -62,7 +64,15 @@ def test_two_normalizations_are_one_after_the_other():
 def test_one_channel_is_normalized_by_one_number():
     images = make_images(2, 8, 8)
     gray = run([Grayscale()], images, FakeDraws(range(2)))[2]
-    floats = run([Grayscale(), ToFloat(), Normalize([0.5], [0.2])], images, FakeDraws([0, 1]))[2]
+    floats = run(
+        [Grayscale(), ToDtype(torch.float32, scale=True), Normalize([0.5], [0.2])],
+        images,
+        FakeDraws([0, 1]),
+    )[2]
     np.testing.assert_allclose(floats, (gray / 255 - 0.5) / 0.2, atol=1e-5)
     with pytest.raises(UsageError, match=r"mean=\(0.485, .*\) must have one number for each"):
-        run([Grayscale(), ToFloat(), Normalize(MEAN, STD)], images, FakeDraws([0, 1]))
+        run(
+            [Grayscale(), ToDtype(torch.float32, scale=True), Normalize(MEAN, STD)],
+            images,
+            FakeDraws([0, 1]),
+        )

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from augment.judge import assert_close, planar
-from h5feed.augment.hue import shift_hue, shift_hue_batch
+from h5feed.augment.color import shift_hue, shift_hue_batch
 
 functional = pytest.importorskip("torchvision.transforms.v2.functional")
 

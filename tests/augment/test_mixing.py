@@ -4,7 +4,7 @@ import torch
 
 from augment.draws import FakeDraws
 from augment.judge import assert_close, assert_drawn_alike, make_images, on_device, run
-from h5feed.augment import CutMix, Mixup, Pipeline, ToFloat
+from h5feed.augment import CutMix, MixUp, Pipeline, ToDtype
 from h5feed.augment.mixing import mix_labels
 from h5feed.errors import UsageError
 
@@ -21,7 +21,7 @@ def theirs(op, params, batch, labels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_mixup_is_torchvisions_in_place_and_on_a_device(dtype):
     images = make_images(5, 16, 20)
-    pipeline, params, out = run([ToFloat(dtype), Mixup()], images, FakeDraws(range(5)))
+    pipeline, params, out = run([ToDtype(dtype, scale=True), MixUp()], images, FakeDraws(range(5)))
     batch = torch.from_numpy(out.view(np.int16) if out.dtype == np.uint16 else out).view(dtype)
     op, kept = v2.MixUp(num_classes=10), {"lam": float(params.mix[0])}
     want, labels = theirs(op, kept, batch.permute(0, 3, 1, 2).float(), LABELS)
@@ -48,7 +48,7 @@ def test_cutmix_is_torchvisions_in_place_and_on_a_device():
 
 def test_bytes_are_mixed_too():
     images = make_images(5, 16, 20)
-    pipeline, params, out = run([Mixup()], images, FakeDraws(range(5)))
+    pipeline, params, out = run([MixUp()], images, FakeDraws(range(5)))
     share = params.mix[0]
     pipeline.mix_rows(params, out)
     want = share * images + (1 - share) * np.roll(images, 1, axis=0)
@@ -60,10 +60,17 @@ def test_bytes_are_mixed_too():
 def test_shares_and_boxes_are_drawn_as_torchvision_draws_them(alpha):
     n = 2000
     torch.manual_seed(0)
-    mixed = [Mixup(alpha=alpha).draw(FakeDraws([0], k), 3, (40, 60)) for k in range(n)]
+    mixed = [
+        MixUp(alpha=alpha).draw(FakeDraws([0], k).batch_uniform(3, 3), (40, 60)) for k in range(n)
+    ]
     made = [v2.MixUp(alpha=alpha, num_classes=2).make_params([]) for _ in range(n)]
     assert_drawn_alike([row[0] for row in mixed], [one["lam"] for one in made])
-    cut = np.array([CutMix(alpha=alpha).draw(FakeDraws([0], k), 3, (40, 60)) for k in range(n)])
+    cut = np.array(
+        [
+            CutMix(alpha=alpha).draw(FakeDraws([0], k).batch_uniform(3, 3), (40, 60))
+            for k in range(n)
+        ]
+    )
     shape = torch.zeros(3, 40, 60)
     made = [v2.CutMix(alpha=alpha, num_classes=2).make_params([shape]) for _ in range(n)]
     assert_drawn_alike(cut[:, 0], [one["lam_adjusted"] for one in made])
@@ -84,7 +91,7 @@ def test_a_label_outside_the_classes_is_refused(label, classes):
     with pytest.raises(UsageError) as caught:
         mix_labels(labels, 0.5, classes)
     assert str(caught.value) == (
-        f"Mixup and CutMix met label {label}, and num_classes={classes} means 0 to {classes - 1}: "
+        f"MixUp and CutMix met label {label}, and num_classes={classes} means 0 to {classes - 1}: "
         "give num_classes above every label, and leave items without a class (-1) out by indices="
     )
 
@@ -96,7 +103,7 @@ def test_without_mixing_labels_stay_numbers():
 
 
 def test_mixing_comes_last_and_for_one_view():
-    with pytest.raises(UsageError, match=r"Mixup\(.*\) works on whole batches: put it last"):
-        Pipeline([Mixup(), ToFloat()])
-    with pytest.raises(UsageError, match=r"Mixup\(.*\) mixes labels, which views=2 have not"):
-        Pipeline([Mixup()], views=2)
+    with pytest.raises(UsageError, match=r"MixUp\(.*\) works on whole batches: put it last"):
+        Pipeline([MixUp(), ToDtype(torch.float32, scale=True)])
+    with pytest.raises(UsageError, match=r"MixUp\(.*\) mixes labels, which views=2 have not"):
+        Pipeline([MixUp()], views=2)

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from augment.judge import assert_drawn_alike
-from h5feed.augment.noise import normal_block, normal_grid
+from h5feed.augment.erasing import normal_block, normal_grid
 
 SHAPE = (40, 50, 3)
 

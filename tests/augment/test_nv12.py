@@ -12,8 +12,8 @@ from h5feed.augment import (
     RandomResizedCrop,
     Resize,
 )
-from h5feed.augment.crop_cpu import Scratch
-from h5feed.augment.nv12 import nv12_batch, nv12_box
+from h5feed.augment.cpu import Scratch, nv12_box
+from h5feed.augment.device import nv12_batch
 from h5feed.jpeg import nv12_to_rgb, rgb_to_nv12
 
 

@@ -13,7 +13,7 @@ from h5feed.augment import (
     ColorJitter,
     CutMix,
     GaussianBlur,
-    Mixup,
+    MixUp,
     Normalize,
     Pipeline,
     RandomAffine,
@@ -24,7 +24,7 @@ from h5feed.augment import (
     RandomResizedCrop,
     RandomVerticalFlip,
     Resize,
-    ToFloat,
+    ToDtype,
 )
 from h5feed.errors import UsageError
 
@@ -46,7 +46,7 @@ LONG = [
     ColorJitter(0.4, 0.4, 0.4, 0.1),
     GaussianBlur(3),
     Resize((20, 22)),
-    ToFloat(torch.float16),
+    ToDtype(torch.float16, scale=True),
     Normalize([0.5] * 3, [0.2] * 3),
     RandomErasing(1, value="random"),
 ]
@@ -146,7 +146,13 @@ def test_source_rows_cover_what_all_views_read_and_a_part_will_do():
 GEOMETRY = [
     [RandomResizedCrop((24, 30)), RandomHorizontalFlip(), RandomVerticalFlip()],
     [Resize(50), CenterCrop(60), RandomCrop(44, 3)],
-    [RandomCrop(40, 6), ColorJitter(0.3), RandomErasing(1), Resize((20, 20)), ToFloat()],
+    [
+        RandomCrop(40, 6),
+        ColorJitter(0.3),
+        RandomErasing(1),
+        Resize((20, 20)),
+        ToDtype(torch.float32, scale=True),
+    ],
 ]
 
 
@@ -156,7 +162,7 @@ def test_masks_follow_their_images(ops):
     images = np.zeros((N, 40, 40, 3), np.uint8)
     images[:, :, 20:] = 200
     images[:, :10, :10] = 100
-    plain = [op for op in ops if not isinstance(op, (ColorJitter, RandomErasing, ToFloat))]
+    plain = [op for op in ops if not isinstance(op, (ColorJitter, RandomErasing, ToDtype))]
     pipeline, params, _ = run(ops, images, FakeDraws(range(N)))
     masks = np.zeros((N, *pipeline.out_shape[:2], 1), np.uint8)
     pipeline.run_mask(params, 0, list(images[..., :1]), masks)
@@ -233,8 +239,8 @@ def test_images_of_several_sizes_between_two_ops_are_for_the_cpu():
 
 
 def test_wrong_settings_are_one_clear_error():
-    with pytest.raises(UsageError, match=r"augment=ToFloat\(.*\) is one op: give a list of ops"):
-        Pipeline(ToFloat())
+    with pytest.raises(UsageError, match=r"augment=ToDtype\(.*\) is one op: give a list of ops"):
+        Pipeline(ToDtype(torch.float32, scale=True))
     with pytest.raises(UsageError, match="antialias='no' must be True, False or \"auto\""):
         Pipeline([], antialias="no")
     with pytest.raises(UsageError, match="views=0 must be at least 1"):
@@ -242,14 +248,16 @@ def test_wrong_settings_are_one_clear_error():
 
 
 def test_what_a_loader_must_know():
-    pipeline = Pipeline([RandomResizedCrop((24, 30)), ToFloat(torch.bfloat16), CutMix()])
+    pipeline = Pipeline(
+        [RandomResizedCrop((24, 30)), ToDtype(torch.bfloat16, scale=True), CutMix()]
+    )
     assert pipeline.bind(None) == (24, 30)
     assert pipeline.out_shape == (24, 30, 3)
     assert pipeline.out_dtype == torch.bfloat16
     assert pipeline.row_dtype == np.uint16
     assert pipeline.uses_batch
     assert not Pipeline([]).uses_batch
-    assert Pipeline([Mixup()]).row_dtype == np.uint8
+    assert Pipeline([MixUp()]).row_dtype == np.uint8
 
 
 THREADS = """

@@ -4,7 +4,7 @@ import torch
 from h5feed.augment import (
     CenterCrop,
     ColorJitter,
-    Mixup,
+    MixUp,
     Normalize,
     Pipeline,
     RandomCrop,
@@ -12,7 +12,7 @@ from h5feed.augment import (
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
-    ToFloat,
+    ToDtype,
 )
 from h5feed.augment.plan import Plan
 from h5feed.errors import UsageError
@@ -42,23 +42,24 @@ def test_neighbours_fold_into_one_pass_where_that_is_the_same(ops, passes):
         (["flip"], "augment holds 'flip', which is no op of h5feed.augment"),
         (
             [Normalize([0.5], [0.5])],
-            "Normalize(mean=[0.5], std=[0.5]) works on floats: put ToFloat() before it",
+            "Normalize(mean=[0.5], std=[0.5]) works on floats: "
+            "put ToDtype(torch.float32, scale=True) before it",
         ),
         (
-            [ToFloat(), RandomErasing(), Normalize([0.5], [0.5])],
-            "Normalize(mean=[0.5], std=[0.5]) comes too late: put it next to ToFloat",
+            [ToDtype(torch.float32, scale=True), RandomErasing(), Normalize([0.5], [0.5])],
+            "Normalize(mean=[0.5], std=[0.5]) comes too late: put it next to ToDtype",
         ),
         (
-            [ToFloat(), RandomHorizontalFlip()],
-            "RandomHorizontalFlip(p=0.5) works on bytes: put it before ToFloat",
+            [ToDtype(torch.float32, scale=True), RandomHorizontalFlip()],
+            "RandomHorizontalFlip(p=0.5) works on bytes: put it before ToDtype",
         ),
         (
-            [ToFloat(), ToFloat()],
-            "ToFloat(dtype=torch.float32, range=(0.0, 1.0)) works on bytes: put it before ToFloat",
+            [ToDtype(torch.float32, scale=True), ToDtype(torch.float32, scale=True)],
+            "ToDtype(dtype=torch.float32, scale=True) works on bytes: put it before ToDtype",
         ),
         (
-            [Mixup(), RandomErasing()],
-            "Mixup(alpha=1.0, num_classes=None) works on whole batches: put it last",
+            [MixUp(), RandomErasing()],
+            "MixUp(alpha=1.0, num_classes=None) works on whole batches: put it last",
         ),
     ],
     ids=[0, 1, 2, 3, 4, 5],
@@ -71,4 +72,4 @@ def test_ops_out_of_order_are_one_clear_error(ops, text):
 
 def test_the_type_of_the_output_is_the_last_ops():
     assert Plan([], "auto").dtype == torch.uint8
-    assert Plan([ToFloat(torch.bfloat16)], "auto").dtype == torch.bfloat16
+    assert Plan([ToDtype(torch.bfloat16, scale=True)], "auto").dtype == torch.bfloat16

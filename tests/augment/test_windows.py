@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 
 from augment.draws import FakeDraws
 from augment.judge import make_images
@@ -12,10 +13,9 @@ from h5feed.augment import (
     RandomHorizontalFlip,
     RandomResizedCrop,
     RandomVerticalFlip,
-    ToFloat,
+    ToDtype,
 )
-from h5feed.augment import windows as windows_module
-from h5feed.augment.windows import are_windows
+from h5feed.augment.cpu import are_windows, copy_windows
 
 FIELD = np.concatenate([make_images(20, 32, 24), make_images(20, 32, 24, seed=50)])
 
@@ -26,10 +26,14 @@ WINDOWS = {
     "larger": [CenterCrop((41, 30)), RandomHorizontalFlip()],
     "whole": [],
     "flip": [RandomHorizontalFlip()],
-    "floats": [RandomCrop((32, 24), 4), RandomErasing(1, value=(1, 2, 3)), ToFloat()],
+    "floats": [
+        RandomCrop((32, 24), 4),
+        RandomErasing(1, value=(1, 2, 3)),
+        ToDtype(torch.float32, scale=True),
+    ],
     "after": [
         RandomCrop((32, 24), 4),
-        ToFloat(),
+        ToDtype(torch.float32, scale=True),
         Normalize([0.5] * 3, [0.2] * 3),
         RandomErasing(1),
     ],
@@ -56,8 +60,9 @@ def made(ops, indices, chunk, images):
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_chunk_at_once_is_the_images_one_by_one(name, chunk, monkeypatch):
     used = []
-    copy = windows_module.copy_windows
-    monkeypatch.setattr("h5feed.augment.on_cpu.copy_windows", lambda *a: (used.append(1), copy(*a)))
+    monkeypatch.setattr(
+        "h5feed.augment.plan.copy_windows", lambda *a: (used.append(1), copy_windows(*a))
+    )
     indices = np.random.default_rng(0).integers(0, len(FIELD), 64)
     at_once = made(WINDOWS[name], indices, chunk, images=False)
     assert used

@@ -275,7 +275,7 @@ class TestCuda:
     def test_a_step_never_waits_for_the_device(self, tmp_path, residency):
         """Every operation that would is an error of torch's, in any thread."""
         ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=200))
-        ops = (*CROP, augment.ToFloat(torch.float16))
+        ops = (*CROP, augment.ToDtype(torch.float16, scale=True))
         with H5Loader(
             ds, 4, shuffle=True, augment=ops, device="cuda", residency=residency
         ) as loader:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
-from h5feed.augment.crop_cpu import crop_image
+from h5feed.augment.cpu import crop_image
 from h5feed.feed.fields import Augmented
 from h5feed.jpeg import encode_jpeg, read_header
 from h5feed.store.layout import Columns
@@ -308,7 +308,7 @@ def test_skip_covers_what_an_augmentation_cannot_take(tmp_path, encoding, monkey
     def cv2_refuses(row, image, out, fill):
         crop_image(row, cv2.resize(image, (0, 0)) if image.shape[0] == 1 else image, out, fill)
 
-    monkeypatch.setattr("h5feed.augment.stages.crop_image", cv2_refuses)
+    monkeypatch.setattr("h5feed.augment.plan.crop_image", cv2_refuses)
     shapes = np.int32([[8, 8]] * 8)
     shapes[3] = 1, 1
     stored = [np.zeros((*shape, 3), np.uint8) for shape in shapes.tolist()]

@@ -65,7 +65,7 @@ def test_batches_are_those_of_a_stream(tmp_path, kind, mode):
     [
         {"augment": ()},
         {"views": 2},
-        {"augment": (*CROP, augment.ToFloat(), augment.Mixup())},
+        {"augment": (*CROP, augment.ToDtype(torch.float32, scale=True), augment.MixUp())},
         {"on_error": "skip", "drop_last": True, "shuffle": "block", "block": 3},
         {"rank": 1, "world_size": 3, "batch_size": 2},
         {"indices": [3, 1, 7, 9], "prefetch": 4},

@@ -99,7 +99,7 @@ def test_pictures_as_they_are_stored(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_floats(ds, dtype):
     normalize = augment.Normalize(mean=(0.4, 0.5, 0.6), std=(1, 1, 1))
-    for made, expected in both(ds, augment=(*CROP, augment.ToFloat(dtype), normalize)):
+    for made, expected in both(ds, augment=(*CROP, augment.ToDtype(dtype, scale=True), normalize)):
         if dtype == torch.bfloat16:  # 8 bits: one step of it is more than the tolerance
             assert (made[0].float() - expected[0].float()).abs().max() <= 2 / 255 + 1 / 128
         else:
@@ -519,9 +519,9 @@ def test_the_interpreter_exits(ds, body):
     ("op", "message"),
     [
         (
-            augment.Mixup(num_classes=2),
-            "Mixup is not carried by DaliLoader, which has Resize, CenterCrop, RandomCrop, "
-            "RandomResizedCrop, RandomHorizontalFlip, RandomVerticalFlip, RandomErasing, ToFloat, "
+            augment.MixUp(num_classes=2),
+            "MixUp is not carried by DaliLoader, which has Resize, CenterCrop, RandomCrop, "
+            "RandomResizedCrop, RandomHorizontalFlip, RandomVerticalFlip, RandomErasing, ToDtype, "
             "Normalize; leave it out, or use H5Loader",
         ),
         (
@@ -532,7 +532,7 @@ def test_the_interpreter_exits(ds, body):
     ],
 )
 def test_refuses_by_name_what_it_does_not_carry(ds, op, message):
-    ops = (*CROP, augment.ToFloat(), op)
+    ops = (*CROP, augment.ToDtype(torch.float32, scale=True), op)
     with pytest.raises(UsageError) as caught:
         make(ds, augment=ops)
     assert str(caught.value) == message
@@ -589,7 +589,7 @@ def test_refuses_a_gpu_where_there_is_none(ds, device):
 def test_the_pipeline_of_a_gpu_can_be_defined(tmp_path, kind):
     """All that can be seen of it without one: DALI checks which operator takes what from where."""
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    ops = (*CROP, augment.RandomErasing(), augment.ToFloat())
+    ops = (*CROP, augment.RandomErasing(), augment.ToDtype(torch.float32, scale=True))
     loader = make(ds, augment=ops, antialias=True, views=2)
     loader._maker.device = torch.device("cuda", 0)
     assert loader.pipeline().device_id == 0

@@ -112,7 +112,8 @@ def test_geometry_is_the_kernels_to_the_border(chain, antialias):
 def test_floats(dtype):
     ops = (
         augment.Resize((24, 20)),
-        augment.ToFloat(dtype, range=(-1, 1)),
+        augment.ToDtype(dtype, scale=True),
+        augment.Normalize([0.5], [0.5]),
         augment.Normalize(mean=(0.1, 0.2, -0.3), std=(0.5, 2, 1)),
         augment.RandomErasing(1, value=(0.5, -3, 9)),
     )

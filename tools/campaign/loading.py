@@ -31,7 +31,7 @@ OPS: list[list[augment.Op]] = [
     [
         augment.RandomCrop(24, padding=4, pad_if_needed=True),
         augment.RandomHorizontalFlip(),
-        augment.ToFloat(),
+        augment.ToDtype(torch.float32, scale=True),
     ],
     [augment.Resize(24), augment.CenterCrop(16), augment.RandomErasing(1.0)],
 ]

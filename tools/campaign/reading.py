@@ -8,6 +8,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
 from cases import PROGRAMS, Case, Result, Wrong, check_manners
 
 from h5feed import H5Dataset, H5FeedError, H5Loader, augment, make_dataloader
@@ -89,7 +90,11 @@ def _loader(case: Case, path: Path) -> None:
         [
             [],
             [augment.RandomResizedCrop(16), augment.RandomHorizontalFlip()],
-            [augment.Resize(24), augment.CenterCrop(16), augment.ToFloat()],
+            [
+                augment.Resize(24),
+                augment.CenterCrop(16),
+                augment.ToDtype(torch.float32, scale=True),
+            ],
             [augment.RandomCrop(24, padding=4, pad_if_needed=True)],
         ]
     )

@@ -17,7 +17,7 @@ from h5feed.augment import (
     RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
-    ToFloat,
+    ToDtype,
 )
 from h5feed.feed.random import Draws
 
@@ -36,7 +36,10 @@ def measure_ops(
     """Return milliseconds a batch of each list of ops, eager and compiled, and how they differ."""
     small = [RandomCrop(stored, padding=stored // 8), RandomHorizontalFlip()]
     crop = [RandomResizedCrop(side), RandomHorizontalFlip()]
-    floats = [ToFloat(torch.bfloat16), Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+    floats = [
+        ToDtype(torch.bfloat16, scale=True),
+        Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+    ]
     strong = [RandomAffine(15, interpolation="bilinear"), ColorJitter(0.4, 0.4, 0.4, 0.1)]
     lists: dict[str, tuple[list[Op], str]] = {
         "padded crop, flip": (small, "raw"),

@@ -15,19 +15,21 @@ more than 2 apart, the mean stays below 0.5), as far as torchvision's own carrie
 """
 
 from h5feed.augment.affine import RandomAffine
-from h5feed.augment.blur import GaussianBlur
-from h5feed.augment.color import ColorJitter
-from h5feed.augment.crops import CenterCrop, RandomCrop, Resize
+from h5feed.augment.color import ColorJitter, GaussianBlur, Grayscale, RandomGrayscale
 from h5feed.augment.erasing import RandomErasing
-from h5feed.augment.flips import RandomHorizontalFlip, RandomVerticalFlip
-from h5feed.augment.floats import Normalize, ToFloat
-from h5feed.augment.gray import Grayscale, RandomGrayscale
-from h5feed.augment.mixing import CutMix, Mixup
-from h5feed.augment.on_cpu import Kernel
-from h5feed.augment.ops import Draws, Op
-from h5feed.augment.params import Params
-from h5feed.augment.pipeline import Pipeline
-from h5feed.augment.resized_crop import RandomResizedCrop
+from h5feed.augment.floats import Normalize, ToDtype
+from h5feed.augment.geometry import (
+    CenterCrop,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomVerticalFlip,
+    Resize,
+)
+from h5feed.augment.mixing import CutMix, MixUp
+from h5feed.augment.ops import Draws, ImageOp, Op
+from h5feed.augment.pipeline import Params, Pipeline
+from h5feed.augment.plan import Kernel
 
 __all__ = [
     "CenterCrop",
@@ -36,8 +38,9 @@ __all__ = [
     "Draws",
     "GaussianBlur",
     "Grayscale",
+    "ImageOp",
     "Kernel",
-    "Mixup",
+    "MixUp",
     "Normalize",
     "Op",
     "Params",
@@ -50,5 +53,5 @@ __all__ = [
     "RandomResizedCrop",
     "RandomVerticalFlip",
     "Resize",
-    "ToFloat",
+    "ToDtype",
 ]

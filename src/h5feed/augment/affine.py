@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import ClassVar, Literal
 
 import cv2
 import numpy as np
 import torch
 
-from h5feed.augment.crop_cpu import Image, Scratch
-from h5feed.augment.crop_device import per_channel
-from h5feed.augment.frame import Shapes
+from h5feed.augment.cpu import Image, Scratch
+from h5feed.augment.device import per_channel
+from h5feed.augment.frame import Floats, Shapes
 from h5feed.augment.ops import (
-    Draws,
-    Floats,
-    Op,
+    CpuStep,
+    ImageOp,
+    Rows,
     check_fill,
     check_mask_fill,
     check_numbers,
@@ -22,15 +22,12 @@ from h5feed.augment.ops import (
     is_number,
     refuse,
 )
-from h5feed.augment.stages import Rows, Step, stream
 
-__all__ = ["AffineStage", "RandomAffine"]
-
-_UNIFORMS: Final = 6
+__all__ = ["RandomAffine"]
 
 
 @dataclass(frozen=True)
-class RandomAffine(Op):
+class RandomAffine(ImageOp):
     """Rotate, move, scale and shear around the centre; the image keeps its size."""
 
     degrees: float | Sequence[float]
@@ -48,6 +45,9 @@ class RandomAffine(Op):
     """(x, y) in pixels from the top left corner; None is the image's centre."""
     mask_fill: int = 0
     """Class number outside the masks, 0..255; such as the loss's ignore_index."""
+    uniforms: ClassVar[int] = 6
+    columns: ClassVar[int] = 6
+    resamples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _ = self.ranges
@@ -95,49 +95,35 @@ class RandomAffine(Op):
             raise refuse(self, "shear", shear, "must be a number not below 0, or 2 or 4 numbers")
         return (-shear, shear), (0, 0)
 
+    def draw(self, u: Floats, shapes: Shapes) -> tuple[Rows, Shapes]:
+        """Return maps as torchvision draws them, in the unsqueezed image's proportions.
 
-class AffineStage:
-    """RandomAffine at its place in the pipeline.
-
-    Its rows, float64 (B, 6): a, b, c, d, e, f of the map from an output pixel (x, y) to the input
-    position (a x + b y + c, d x + e y + f), pixel centres at whole numbers.
-    """
-
-    columns = 6
-    resamples = True
-
-    def __init__(self, op: RandomAffine, position: int) -> None:
-        self.op = op
-        self._position = position
-        self._fill = check_fill(op, op.fill)
-
-    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
-        """Return the same size."""
-        return size
-
-    def draw(self, draws: Draws, view: int, shapes: Shapes) -> tuple[Rows, Shapes]:
-        """Return maps as torchvision draws them, in the unsqueezed image's proportions."""
-        low, high = self.op.ranges.T
-        drawn = low + (high - low) * draws.uniform(stream(self._position, view), _UNIFORMS)
+        A row, float64: a, b, c, d, e, f of the map from an output pixel (x, y) to the input
+        position (a x + b y + c, d x + e y + f), pixel centres at whole numbers.
+        """
+        low, high = self.ranges.T
+        drawn = low + (high - low) * u
         boxed = (shapes.boxes[:, 2:] != shapes.actual).any(axis=1, keepdims=True)
         true = np.where(boxed, shapes.actual, shapes.true)  # a letterbox is not squeezed
         shift = np.rint(drawn[:, 1:3] * true[:, ::-1])
-        center = true[:, ::-1] / 2 if self.op.center is None else np.array([self.op.center], float)
+        center = true[:, ::-1] / 2 if self.center is None else np.array([self.center], float)
         matrix = _inverse(drawn[:, 0], shift, drawn[:, 3], drawn[:, 4:], center)
         rows = _in_pixels(matrix, shapes.actual[:, ::-1] / true[:, ::-1])
         after = Shapes(actual=shapes.actual, boxes=Shapes.whole(shapes.actual).boxes, true=true)
         return rows, after
 
-    def cpu(self, rows: Rows) -> Step:
+    def cpu(self, rows: Rows) -> CpuStep:
         """Return the step that warps image i of the chunk."""
-        linear = self.op.interpolation == "bilinear"
-        return self._warp(rows, cv2.INTER_LINEAR if linear else cv2.INTER_NEAREST, self._fill)
+        linear = self.interpolation == "bilinear"
+        return self._warp(
+            rows, cv2.INTER_LINEAR if linear else cv2.INTER_NEAREST, check_fill(self, self.fill)
+        )
 
-    def mask(self, rows: Rows) -> Step:
+    def mask(self, rows: Rows) -> CpuStep:
         """Return the step that warps mask i of the chunk."""
-        return self._warp(rows, cv2.INTER_NEAREST, (self.op.mask_fill,))
+        return self._warp(rows, cv2.INTER_NEAREST, (self.mask_fill,))
 
-    def _warp(self, rows: Rows, interpolation: int, fill: tuple[float, ...]) -> Step:
+    def _warp(self, rows: Rows, interpolation: int, fill: tuple[float, ...]) -> CpuStep:
         maps = rows.reshape(-1, 2, 3)
         flags = interpolation | cv2.WARP_INVERSE_MAP
         border = (fill * 3)[:3]
@@ -162,10 +148,10 @@ class AffineStage:
         a, b, c, d, e, f = rows[:, :, None, None].unbind(1)
         across, down = a * x + b * y + c, d * x + e * y + f
         grid = torch.stack([(2 * across + 1) / width - 1, (2 * down + 1) / height - 1], dim=3)
-        color = per_channel(self._fill, images)
+        color = per_channel(check_fill(self, self.fill), images)
         # sampled as the difference from the fill, so that grid_sample's zeros mean the fill
         made = torch.nn.functional.grid_sample(
-            images - color, grid, mode=self.op.interpolation, align_corners=False
+            images - color, grid, mode=self.interpolation, align_corners=False
         )
         return (made + color).round()
 

@@ -1,28 +1,52 @@
-"""ColorJitter, rounding where torchvision's uint8 functions do."""
+"""ColorJitter, RandomGrayscale, Grayscale and GaussianBlur, rounding where torchvision does."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import cv2
 import numpy as np
 import torch
 
-from h5feed.augment.crop_cpu import Image
-from h5feed.augment.gray import to_gray, to_gray_batch
-from h5feed.augment.hue import shift_hue, shift_hue_batch
-from h5feed.augment.ops import Floats, check_pair, is_number, refuse
-from h5feed.augment.pixel import PixelOp
+from h5feed.augment.cpu import Image, Scratch
+from h5feed.augment.frame import Floats
+from h5feed.augment.ops import (
+    CpuStep,
+    ImageOp,
+    Rows,
+    check_pair,
+    check_probability,
+    check_size,
+    is_number,
+    refuse,
+)
 
-__all__ = ["ColorJitter"]
+if TYPE_CHECKING:
+    from h5feed.augment.plan import Plan
 
+__all__ = [
+    "ColorJitter",
+    "GaussianBlur",
+    "Grayscale",
+    "RandomGrayscale",
+    "shift_hue",
+    "shift_hue_batch",
+    "to_gray",
+    "to_gray_batch",
+]
+
+_GRAY: Final = (0.2989, 0.587, 0.114)
+"""torchvision's weights of R, G, B (rgb_to_grayscale)."""
 _LEVELS: Final = np.arange(256, dtype=np.float32)
+_TO_BYTE = 255.999  # torchvision's way back to uint8 (to_dtype_image), rounding down
 
 Range = float | Sequence[float] | None
 
 
 @dataclass(frozen=True)
-class ColorJitter(PixelOp):
+class ColorJitter(ImageOp):
     """Change brightness, contrast, saturation and hue by random factors, in random order.
 
     Each is None, a number d (factors within 1 - d and 1 + d, at least 0; hue: within -d and d)
@@ -37,7 +61,7 @@ class ColorJitter(PixelOp):
     columns: ClassVar[int] = 8
     """Which change comes first, second, third, fourth (0 to 3, in the order above); the factors."""
     uniforms: ClassVar[int] = 8
-    colors: ClassVar[bool] = True
+    needs_color: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _ = self._ranges
@@ -86,6 +110,169 @@ class ColorJitter(PixelOp):
         return images
 
 
+@dataclass(frozen=True)
+class RandomGrayscale(ImageOp):
+    """Take the color out with probability `p`; three equal channels remain."""
+
+    p: float = 0.1
+    columns: ClassVar[int] = 1
+    """1 for gray, 0 for unchanged."""
+    uniforms: ClassVar[int] = 1
+    needs_color: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_probability(self, self.p)
+
+    def rows(self, u: Floats) -> Floats:
+        """Mark the images whose uniform lies below p."""
+        return (u < self.p).astype(np.float64)
+
+    def on_cpu(self, row: list[float], image: Image) -> None:
+        """Change one image."""
+        if row[0]:
+            cv2.cvtColor(to_gray(image), cv2.COLOR_GRAY2RGB, image)
+
+    def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        """Change the images marked."""
+        return torch.where(rows[:, :, None, None] > 0, to_gray_batch(images), images)
+
+
+@dataclass(frozen=True)
+class Grayscale(ImageOp):
+    """Take the color out of every image."""
+
+    num_output_channels: Literal[1, 3] = 1
+    """3 keeps three equal channels."""
+    resamples: ClassVar[bool] = True
+    needs_color: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.num_output_channels not in (1, 3):
+            raise refuse(self, "num_output_channels", self.num_output_channels, "must be 1 or 3")
+
+    def join(self, plan: Plan, position: int) -> None:
+        """Become the next step, after which images have one channel; or RandomGrayscale(p=1)."""
+        plan.check_takes(self)
+        if self.num_output_channels == 3:
+            plan.add(RandomGrayscale(p=1), position)
+        else:
+            plan.add(self, position)
+            plan.channels = 1
+
+    def cpu(self, rows: Rows) -> CpuStep:
+        """Return the step from (H, W, 3) to (H, W, 1)."""
+        made = Scratch()
+
+        def step(i: int, src: Image, out: Image | None) -> Image:
+            image = made(src.shape[0], src.shape[1], 1) if out is None else out
+            image[..., 0] = to_gray(src)
+            return image
+
+        return step
+
+    def device(
+        self, rows: torch.Tensor, images: torch.Tensor, size: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return (B, 1, H, W)."""
+        return to_gray_batch(images.float())
+
+
+@dataclass(frozen=True)
+class GaussianBlur(ImageOp):
+    """Blur with a Gaussian of random standard deviation."""
+
+    kernel_size: int | Sequence[int]
+    """Taps, odd: a number, or (along x, along y)."""
+    sigma: float | Sequence[float] = (0.1, 2.0)
+    """Standard deviation in pixels: a number, or (min, max)."""
+    columns: ClassVar[int] = 1
+    """The standard deviation."""
+    uniforms: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if any(size % 2 == 0 for size in check_size(self, "kernel_size", self.kernel_size)):
+            raise refuse(self, "kernel_size", self.kernel_size, "must be odd")
+        if self._sigma[0] <= 0:
+            raise refuse(self, "sigma", self.sigma, "must be positive")
+
+    @property
+    def _sigma(self) -> tuple[float, float]:
+        items = [self.sigma] if is_number(self.sigma) else self.sigma
+        pair = list(items) * 2 if isinstance(items, Sequence) and len(items) == 1 else items
+        return check_pair(self, "sigma", pair)
+
+    def rows(self, u: Floats) -> Floats:
+        """Return standard deviations (B, 1)."""
+        low, high = self._sigma
+        return low + (high - low) * u
+
+    def on_cpu(self, row: list[float], image: Image) -> None:
+        """Blur one image."""
+        along, down = check_size(self, "kernel_size", self.kernel_size)
+        x = cv2.getGaussianKernel(along, row[0], cv2.CV_32F)
+        y = cv2.getGaussianKernel(down, row[0], cv2.CV_32F)
+        cv2.sepFilter2D(image, -1, x, y, image, borderType=cv2.BORDER_REFLECT_101)
+
+    def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        """Blur a batch: two products with banded matrices."""
+        batch, channels, height, width = images.shape
+        along, down = check_size(self, "kernel_size", self.kernel_size)
+        tall = images.transpose(1, 2).reshape(batch, height, channels * width)
+        made = torch.bmm(_band(rows, height, down), tall).view(batch, height * channels, width)
+        made = torch.bmm(made, _band(rows, width, along).transpose(1, 2))
+        return made.view(batch, height, channels, width).transpose(1, 2).round()
+
+
+def to_gray(image: Image) -> Image:
+    """Return uint8 (H, W), rounded down, of an RGB image."""
+    return cv2.transform(image, np.array([[*_GRAY, -0.5]]))
+
+
+def to_gray_batch(images: torch.Tensor) -> torch.Tensor:
+    """Return float (B, 1, H, W), rounded down, of RGB images of 0..255."""
+    red, green, blue = images.unbind(1)
+    return (_GRAY[0] * red + _GRAY[1] * green + _GRAY[2] * blue).floor()[:, None]
+
+
+def shift_hue(image: Image, factor: float) -> None:
+    """Change uint8 RGB (H, W, 3) in place.
+
+    In floats: cv2's uint8 HSV holds hue in 256 steps, which moves colors by up to 13 levels.
+    """
+    hsv = cv2.cvtColor(image * np.float32(1 / 255), cv2.COLOR_RGB2HSV)
+    hue = hsv[..., 0]
+    hue += np.float32(factor * 360)
+    if factor > 0:
+        np.subtract(hue, 360, out=hue, where=hue >= 360)
+    else:
+        np.add(hue, 360, out=hue, where=hue < 0)
+    rgb = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB)
+    rgb *= np.float32(_TO_BYTE)
+    np.copyto(image, rgb, casting="unsafe")
+
+
+def shift_hue_batch(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return float32 RGB (B, 3, H, W) of whole numbers 0..255, hues turned by (B, 1, 1, 1).
+
+    The formulas are those of en.wikipedia.org/wiki/HSL_and_HSV ("HSV to RGB alternative").
+    """
+    red, green, blue = (images / 255).unbind(1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    chroma = value - torch.minimum(torch.minimum(red, green), blue)
+    per = torch.where(chroma > 0, 1 / chroma, 0.0)
+    hue = torch.where(
+        value == red,
+        (green - blue) * per,
+        torch.where(value == green, 2 + (blue - red) * per, 4 + (red - green) * per),
+    )
+    hue = hue + 6 * factor[:, 0]
+    made = []
+    for corner in (5, 3, 1):
+        k = torch.remainder(hue + corner, 6)
+        made.append(value - chroma * torch.minimum(k, 4 - k).clamp(0, 1))
+    return (torch.stack(made, dim=1) * _TO_BYTE).clamp(0, 255).floor()
+
+
 def _range(op: ColorJitter, name: str, value: Range, center: float) -> tuple[float, float]:
     bounds = (0.0, np.inf) if center else (-0.5, 0.5)
     if value is None:
@@ -122,3 +309,19 @@ def _saturation(image: Image, factor: float) -> None:
 
 
 _CHANGES: Final = (_brightness, _contrast, _saturation, shift_hue)
+
+
+def _band(rows: torch.Tensor, size: int, taps: int) -> torch.Tensor:
+    """Return float32 (B, size, size): the share of input pixel j in output pixel i."""
+    sigma = rows[:, :, None]
+    i = torch.arange(size, device=rows.device, dtype=torch.float32).view(1, -1, 1)
+    j = i.transpose(1, 2)
+    reach = taps // 2
+
+    def share(distance: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-0.5 * (distance / sigma) ** 2) * (distance.abs() <= reach)
+
+    weights = share(j - i)
+    weights = weights + share(i + j) * (j > 0)  # reflected at the first pixel,
+    weights = weights + share(2 * (size - 1) - j - i) * (j < size - 1)  # and at the last
+    return weights / weights.sum(dim=2, keepdim=True)

@@ -1,18 +1,25 @@
-"""ToFloat and Normalize: from bytes to floats in one pass, on the CPU or a device."""
+"""ToDtype and Normalize: from bytes to floats in one pass, on the CPU or a device."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import cv2
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from h5feed.augment.crop_cpu import Image
-from h5feed.augment.crop_device import per_channel
-from h5feed.augment.ops import Op, check_numbers, check_pair, refuse
+from h5feed.augment.cpu import Image
+from h5feed.augment.device import per_channel
+from h5feed.augment.ops import Op, check_numbers, refuse
+from h5feed.errors import UsageError
 
-__all__ = ["ROW_DTYPES", "FloatStage", "Normalize", "ToFloat"]
+if TYPE_CHECKING:
+    from h5feed.augment.plan import Plan
+
+__all__ = ["ROW_DTYPES", "FloatStage", "Normalize", "ToDtype", "as_row"]
 
 ROW_DTYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
     torch.uint8: np.dtype(np.uint8),
@@ -23,28 +30,46 @@ ROW_DTYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
 """numpy's type for memory of each output type; numpy has no bfloat16, its bits lie in uint16."""
 
 
-@dataclass(frozen=True)
-class ToFloat(Op):
-    """Make floats of the bytes: 0 becomes range[0], 255 becomes range[1].
+def as_row(values: NDArray[np.float32], dtype: np.dtype[Any]) -> Image:
+    """Return float32 `values` as they lie in a batch slot of this numpy type, see ROW_DTYPES."""
+    kind = next(kind for kind, held in ROW_DTYPES.items() if held == dtype)
+    made = torch.from_numpy(values).to(kind)
+    if kind == torch.bfloat16:
+        made = made.view(torch.int16)
+    return made.numpy().view(dtype)
 
-    As torchvision's ToDtype(dtype, scale=True), which knows the range (0, 1) only.
+
+@dataclass(frozen=True)
+class ToDtype(Op):
+    """Make floats of the bytes; with scale=True 0..255 becomes 0..1.
+
+    For a model that wants -1..1, put Normalize([0.5], [0.5]) after it.
+
+    >>> loader = H5Loader("photos.h5", augment=[CenterCrop(32), ToDtype(torch.float32, scale=True)])
+    >>> images, labels = next(iter(loader))
+    >>> images.dtype, bool(images.max() <= 1)
+    (torch.float32, True)
     """
 
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype
     """torch.float32, torch.float16 or torch.bfloat16."""
-    range: tuple[float, float] = (0.0, 1.0)
-    """(-1, 1) for models that want it."""
+    scale: bool = False
+    """Divide by 255."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             wrong = "must be torch.float32, torch.float16 or torch.bfloat16"
             raise refuse(self, "dtype", self.dtype, wrong)
-        check_pair(self, "range", self.range)
+
+    def join(self, plan: Plan, position: int) -> None:
+        """Turn images to floats from here on."""
+        plan.check_takes(self)
+        plan.floats = FloatStage(self, plan.channels)
 
 
 @dataclass(frozen=True)
 class Normalize(Op):
-    """Subtract `mean` and divide by `std`, channel by channel; after ToFloat."""
+    """Subtract `mean` and divide by `std`, channel by channel; after ToDtype."""
 
     mean: Sequence[float]
     std: Sequence[float]
@@ -56,15 +81,23 @@ class Normalize(Op):
         if min(std) <= 0:
             raise refuse(self, "std", self.std, "must be positive")
 
+    def join(self, plan: Plan, position: int) -> None:
+        """Fold into the factors of ToDtype."""
+        if plan.floats is None:
+            example = "ToDtype(torch.float32, scale=True)"
+            raise UsageError(f"{self!r} works on floats: put {example} before it")
+        if plan.after:
+            raise UsageError(f"{self!r} comes too late: put it next to ToDtype")
+        plan.floats.add(self)
+
 
 class FloatStage:
-    """ToFloat and what Normalize ops follow it, as one factor and offset for each channel."""
+    """ToDtype and what Normalize ops follow it, as one factor and offset for each channel."""
 
-    def __init__(self, to_float: ToFloat, channels: int) -> None:
-        self.dtype = to_float.dtype
-        low, high = to_float.range
-        self.factor = np.full(channels, (high - low) / 255)
-        self.offset = np.full(channels, float(low))
+    def __init__(self, op: ToDtype, channels: int) -> None:
+        self.dtype = op.dtype
+        self.factor = np.full(channels, 1 / 255 if op.scale else 1.0)
+        self.offset = np.zeros(channels)
 
     def add(self, op: Normalize) -> None:
         """Append a Normalize. Raises UsageError where it has other channels than the images."""

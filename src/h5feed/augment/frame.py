@@ -6,10 +6,10 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from h5feed.augment.ops import Ints
+__all__ = ["AUTO_FACTOR", "COLUMNS", "Antialias", "Floats", "Frame", "Ints", "Shapes"]
 
-__all__ = ["AUTO_FACTOR", "COLUMNS", "Antialias", "Frame", "Shapes"]
-
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Antialias = bool | Literal["auto"]
 
 AUTO_FACTOR: Final = 1.5
@@ -31,7 +31,7 @@ the output. flip, of the output: 1 left-right, 2 upside-down, 3 both. antialias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """How large the images of a batch are between two stages, all int64, in pixels."""
+    """How large the images of a batch are between two steps, all int64, in pixels."""
 
     actual: Ints
     """(B, 2) height, width in memory."""

@@ -1,17 +1,24 @@
-"""Mixup and CutMix: each image of a batch takes something of the one before it, labels likewise."""
+"""MixUp and CutMix: each image of a batch takes something of the one before it, labels likewise."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
 import torch
 
-from h5feed.augment.crop_cpu import Image
-from h5feed.augment.ops import Draws, Floats, Op, refuse
+from h5feed.augment.cpu import Image
+from h5feed.augment.frame import Floats
+from h5feed.augment.ops import Op, refuse
 from h5feed.errors import UsageError
 
-__all__ = ["CutMix", "MixOp", "Mixup", "mix_images", "mix_labels", "mix_rows"]
+if TYPE_CHECKING:
+    from h5feed.augment.plan import Plan
+
+__all__ = ["CutMix", "MixOp", "MixUp", "mix_images", "mix_labels", "mix_rows"]
 
 # A batch's parameters, float64 (6,): what the label keeps of its own, what a pixel in the box keeps
 # of its own, and the box: y0, x0, y1, x1.
@@ -32,9 +39,12 @@ class MixOp(Op):
         if self.num_classes is not None and self.num_classes < 1:
             raise refuse(self, "num_classes", self.num_classes, "must be at least 1")
 
-    def draw(self, draws: Draws, stream: int, size: tuple[int, int]) -> Floats:
-        """Return the batch's parameters for images of `size`."""
-        u = draws.batch_uniform(stream, 3)
+    def join(self, plan: Plan, position: int) -> None:
+        """Come last."""
+        plan.mix = (position, self)
+
+    def draw(self, u: Floats, size: tuple[int, int]) -> Floats:
+        """Return the batch's parameters for images of `size` from three uniforms."""
         # RandomState, because its sequence is frozen for good (NEP 19)
         share = np.random.RandomState(int(u[0] * 2**32)).beta(self.alpha, self.alpha)
         return np.array(self.mixture(float(share), float(u[1]), float(u[2]), size))
@@ -47,7 +57,7 @@ class MixOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixup(MixOp):
+class MixUp(MixOp):
     """Blend each image with its partner (Zhang et al., arXiv 1710.09412)."""
 
     def mixture(
@@ -83,12 +93,12 @@ def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> to
     if labels.ndim == 1:
         if num_classes is None:
             raise UsageError(
-                "Mixup and CutMix need to know how many classes there are: give num_classes"
+                "MixUp and CutMix need to know how many classes there are: give num_classes"
             )
         wrong = labels[(labels < 0) | (labels >= num_classes)]
         if len(wrong):
             raise UsageError(
-                f"Mixup and CutMix met label {wrong[0].item()}, and num_classes={num_classes} "
+                f"MixUp and CutMix met label {wrong[0].item()}, and num_classes={num_classes} "
                 f"means 0 to {num_classes - 1}: give num_classes above every label, and leave "
                 "items without a class (-1) out by indices="
             )

@@ -1,18 +1,28 @@
-"""What every op shares: where its random numbers come from, and how its arguments are checked."""
+"""What every op shares: how it joins a pipeline, its random numbers, and checks of arguments."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from h5feed.augment.cpu import Image
+from h5feed.augment.frame import Floats, Ints, Shapes
 from h5feed.errors import UsageError
 
+if TYPE_CHECKING:
+    from h5feed.augment.plan import Plan
+
 __all__ = [
+    "CpuStep",
     "Draws",
-    "Floats",
-    "Ints",
+    "ImageOp",
     "Op",
+    "Rows",
+    "below",
     "check_fill",
     "check_mask_fill",
     "check_numbers",
@@ -23,8 +33,15 @@ __all__ = [
     "refuse",
 ]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Rows = NDArray[Any]
+"""Parameters of one step: one row per image."""
+
+CpuStep = Callable[[int, Image, Image | None], Image]
+"""(i, src, out) -> image i of a chunk changed.
+
+An op that resamples writes into `out` where it is given, else into memory of its own that the next
+call reuses; another changes `src` in place and returns it.
+"""
 
 
 class Draws(Protocol):
@@ -40,7 +57,110 @@ class Draws(Protocol):
 
 
 class Op:
-    """Base of all ops. An op is a frozen dataclass; it holds arguments and no state."""
+    """Base of all ops. An op is a frozen dataclass; it holds arguments and no state.
+
+    To write one of your own, see ImageOp.
+    """
+
+    def join(self, plan: Plan, position: int) -> None:
+        """Add what the op does to a plan; `position` in the user's list seeds its random numbers.
+
+        Raises UsageError where the op cannot follow the ones before it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how it joins a pipeline")
+
+
+class ImageOp(Op):
+    """Base of the ops that change images one by one, and of your own.
+
+    An op that changes pixels where they are says how many random numbers an image needs, and has
+    three methods: `rows`, `on_cpu` and `on_device`. The two kernels get the same rows, and should
+    make the same of them. One that changes the size, the geometry or the masks replaces
+    `size_after`, `draw`, `cpu`, `mask` and `device`; RandomAffine is an example.
+
+    >>> @dataclass(frozen=True)
+    ... class RandomInvert(ImageOp):
+    ...     p: float = 0.5
+    ...     uniforms: ClassVar[int] = 1
+    ...     columns: ClassVar[int] = 1
+    ...
+    ...     def rows(self, u):
+    ...         return (u < self.p).astype(np.float64)
+    ...
+    ...     def on_cpu(self, row, image):
+    ...         if row[0]:
+    ...             np.subtract(255, image, out=image)
+    ...
+    ...     def on_device(self, rows, images):
+    ...         return torch.where(rows[:, :, None, None] > 0, 255 - images, images)
+    >>> loader = H5Loader("photos.h5", augment=[RandomResizedCrop(32), RandomInvert(p=0.3)])
+    >>> images, labels = next(iter(loader))
+    >>> images.shape
+    torch.Size([8, 3, 32, 32])
+    """
+
+    uniforms: ClassVar[int] = 0
+    """How many random numbers an image needs."""
+    columns: ClassVar[int] = 0
+    """How many numbers a row of its parameters has; their meaning is for `rows` to say."""
+    resamples: ClassVar[bool] = False
+    """It makes a new image; else it changes the one given."""
+    needs_color: ClassVar[bool] = False
+    """It makes sense for color images only."""
+    takes_floats: ClassVar[bool] = False
+    """It may also come after ToDtype, and then gets floats (bfloat16 lies in uint16 on the CPU)."""
+
+    def join(self, plan: Plan, position: int) -> None:
+        """Become the next step."""
+        plan.add(self, position)
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Return the (height, width) it gives to images of one size, None where they vary."""
+        return size
+
+    def rows(self, u: Floats) -> Rows:
+        """Return parameters (B, columns) from uniforms (B, uniforms): here, those themselves."""
+        return u
+
+    def draw(self, u: Floats, shapes: Shapes) -> tuple[Rows, Shapes]:
+        """Return parameters (B, columns) from uniforms (B, uniforms), and what images become."""
+        return self.rows(u), shapes
+
+    def on_cpu(self, row: list[float], image: Image) -> None:
+        """Change uint8 (H, W, C) in place."""
+        raise NotImplementedError(f"{type(self).__name__} has no on_cpu")
+
+    def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        """Return float32 (B, C, H, W) of whole numbers 0..255, changed by rows (B, columns)."""
+        raise NotImplementedError(f"{type(self).__name__} has no on_device")
+
+    def cpu(self, rows: Rows) -> CpuStep:
+        """Return the step for a chunk of parameters (n, columns)."""
+        listed = rows.tolist()
+
+        def step(i: int, src: Image, out: Image | None) -> Image:
+            self.on_cpu(listed[i], src)
+            return src
+
+        return step
+
+    def mask(self, rows: Rows) -> CpuStep | None:
+        """Return the step for a chunk of masks (h, w); None where masks stay as they are."""
+        return None
+
+    def device(
+        self, rows: torch.Tensor, images: torch.Tensor, size: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return images (B, C, *size) changed by float32 rows (B, columns).
+
+        Images are float, of whole numbers 0..255, so that rounding falls where it does on the CPU.
+        """
+        return self.on_device(rows, images.float())
+
+
+def below(u: Floats, count: Ints) -> Ints:
+    """Return whole numbers in [0, count), as torch.randint draws them."""
+    return np.minimum((u * count).astype(np.int64), count - 1)
 
 
 def refuse(op: object, argument: str, value: Any, wrong: str) -> UsageError:

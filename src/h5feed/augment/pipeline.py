@@ -1,28 +1,55 @@
 """A list of ops as one machine: draws the parameters of a batch, and applies them anywhere."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from h5feed.augment.compiled_device import CompiledBatch
-from h5feed.augment.crop_cpu import Image
+from h5feed.augment.cpu import Image
+from h5feed.augment.device import CompiledBatch
 from h5feed.augment.floats import ROW_DTYPES
-from h5feed.augment.frame import Antialias, Shapes
+from h5feed.augment.frame import Antialias, Floats, Shapes
 from h5feed.augment.mixing import mix_labels, mix_rows
-from h5feed.augment.on_cpu import Kernel, kernel, run_fixed, run_masks
-from h5feed.augment.on_device import run_batch
-from h5feed.augment.ops import Draws, Op
-from h5feed.augment.params import Params
-from h5feed.augment.plan import Plan
-from h5feed.augment.stages import Rows, Stage, stream
+from h5feed.augment.ops import Draws, Op, Rows
+from h5feed.augment.plan import Kernel, Plan, run_batch, stream
 from h5feed.errors import UsageError
 
-__all__ = ["Pipeline"]
+__all__ = ["Params", "Pipeline"]
 
 _HOW_TO_END = "end with CenterCrop(size), RandomResizedCrop(size) or Resize((height, width))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """The parameters of a batch, or of a part of one (`params[a:b]`)."""
+
+    views: tuple[tuple[Rows, ...], ...]
+    """views[v][s]: rows (B, columns) of stage s for view v."""
+    mix: Floats | None
+    """How the batch is mixed, float64 (6,), see mixing; None where it is not."""
+    ragged: bool
+    """Whether images differ in size between two stages, which only the CPU can follow."""
+
+    def __len__(self) -> int:
+        return len(self.views[0][0])
+
+    def __getitem__(self, part: slice) -> Params:
+        return replace(self, views=tuple(tuple(rows[part] for rows in view) for view in self.views))
+
+    def packed(self, view: int = 0) -> torch.Tensor:
+        """Return a view's rows side by side, then the mix in every row: float32 (B, columns).
+
+        All that a device needs, in one small transfer.
+        """
+        columns = list(self.views[view])
+        if self.mix is not None:
+            columns.append(np.broadcast_to(self.mix, (len(self), len(self.mix))))
+        return torch.from_numpy(np.concatenate(columns, axis=1, dtype=np.float32))
 
 
 class Pipeline:
@@ -70,13 +97,13 @@ class Pipeline:
 
     @property
     def uses_batch(self) -> bool:
-        """Whether an op mixes the images of a batch (Mixup, CutMix), and the labels with them."""
+        """Whether an op mixes the images of a batch (MixUp, CutMix), and the labels with them."""
         return self._plan.mix is not None
 
     @property
     def only_crops(self) -> bool:
         """Whether bytes are cropped, resized and flipped, and nothing else happens to them."""
-        return len(self._stages) == 1
+        return len(self._plan.all_stages) == 1
 
     def bind(
         self,
@@ -88,14 +115,14 @@ class Pipeline:
         """Return the (height, width) of every output image, for images stored in one size or not.
 
         encoding: what the images given will be, "raw" for RGB or "yuv420" for NV12. num_classes:
-        of labels that are class numbers, for Mixup and CutMix. Raises UsageError where the
+        of labels that are class numbers, for MixUp and CutMix. Raises UsageError where the
         ops would leave images of several sizes.
         """
         self._plan.first.nv12 = encoding == "yuv420"
         self._num_classes = num_classes
         self._sizes = []
         size = field_hw
-        for stage in self._stages:
+        for stage in self._plan.all_stages:
             size = stage.size_after(size)
             self._sizes.append(size)
         if size is None:
@@ -104,10 +131,6 @@ class Pipeline:
                 f" {_HOW_TO_END}"
             )
         return size
-
-    @property
-    def _stages(self) -> list[Stage]:
-        return self._plan.stages + self._plan.after
 
     def draw(
         self,
@@ -126,7 +149,7 @@ class Pipeline:
         mix = None
         if self._plan.mix is not None:
             position, op = self._plan.mix
-            mix = op.draw(draws, stream(position, 0), self.out_shape[:2])
+            mix = op.draw(draws.batch_uniform(stream(position, 0), 3), self.out_shape[:2])
         return Params(
             views=tuple(rows for rows, _ in drawn),
             mix=mix,
@@ -137,7 +160,7 @@ class Pipeline:
         """Return the rows of every stage, and whether images have several sizes on the way."""
         made, ragged = [], False
         wrong = np.zeros(0, bool)
-        for stage, size in zip(self._stages, self._sizes, strict=True):
+        for stage, size in zip(self._plan.all_stages, self._sizes, strict=True):
             rows, shapes = stage.draw(draws, view, shapes)
             made.append(rows)
             wrong = (shapes.actual != (size or 0)).any(axis=1)
@@ -162,7 +185,7 @@ class Pipeline:
 
         Unlike `run_cpu` it can do with a part of an image, of no less than `source_rows`.
         """
-        return kernel(self._plan, self._rows(params, k0, count, view))
+        return self._plan.kernel(self._rows(params, k0, count, view))
 
     def _rows(self, params: Params, k0: int, count: int, view: int) -> list[Rows]:
         return [rows[k0 : k0 + count] for rows in params.views[view]]
@@ -194,7 +217,7 @@ class Pipeline:
         so. As `run_cpu`, but many times faster for small images. Thread-safe.
         """
         rows = self._rows(params, k0, len(indices), view)
-        run_fixed(self._plan, rows, field, indices, out)
+        self._plan.run_fixed(rows, field, indices, out)
 
     def run_mask(
         self, params: Params, k0: int, masks: Sequence[Image], out: Image, *, view: int = 0
@@ -204,7 +227,7 @@ class Pipeline:
         Padding is each op's `mask_fill`.
         masks[i]: uint8 (h, w, 1), of its image's stored size. Thread-safe.
         """
-        run_masks(self._plan, self._rows(params, k0, len(masks), view), masks, out)
+        self._plan.run_masks(self._rows(params, k0, len(masks), view), masks, out)
 
     def mix_rows(self, params: Params, rows: Image) -> None:
         """Mix the images of a whole batch (B, H, W, C) of slot memory in place, once all are made.
@@ -223,7 +246,7 @@ class Pipeline:
 
     def compile_device(self) -> CompiledBatch:
         """Have `run_device` use kernels that torch.compile makes at its first call; return them."""
-        self._run_batch = made = CompiledBatch()
+        self._run_batch = made = CompiledBatch(run_batch)
         return made
 
     def run_device(self, params: Params, batch: torch.Tensor, *, view: int = 0) -> torch.Tensor:

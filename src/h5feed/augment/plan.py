@@ -1,26 +1,163 @@
-"""A list of ops, put in the order in which a pipeline runs them; or refused in one sentence."""
+"""A list of ops as the steps that a pipeline takes, and how these are carried out."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from h5feed.augment.affine import AffineStage, RandomAffine
-from h5feed.augment.crops import AxisOp
-from h5feed.augment.erasing import ErasingStage, RandomErasing
-from h5feed.augment.floats import FloatStage, Normalize, ToFloat
-from h5feed.augment.frame import Antialias
-from h5feed.augment.gray import Grayscale, GrayStage, RandomGrayscale
-from h5feed.augment.mixing import MixOp
-from h5feed.augment.ops import Op
-from h5feed.augment.pixel import PixelOp, PixelStage
-from h5feed.augment.stages import CropStage, Stage
+from h5feed.augment.cpu import (
+    SMALL,
+    Image,
+    Scratch,
+    are_windows,
+    copy_windows,
+    crop_image,
+    crop_mask,
+    nv12_box,
+)
+from h5feed.augment.device import crop_batch, kernel_dtype, nv12_batch
+from h5feed.augment.floats import FloatStage
+from h5feed.augment.frame import COLUMNS, Antialias, Frame, Ints, Shapes
+from h5feed.augment.geometry import AxisOp
+from h5feed.augment.mixing import MixOp, mix_images
+from h5feed.augment.ops import CpuStep, Draws, ImageOp, Op, Rows
 from h5feed.errors import UsageError
 
-__all__ = ["Plan"]
+__all__ = ["CropStage", "Kernel", "Plan", "Stage", "run_batch", "stream"]
+
+_TOGETHER = 16  # small images converted to floats by one call; their bytes stay in the L1 cache
+
+
+def stream(position: int, view: int) -> int:
+    """Return the random stream of the op at this position of the list, for this view."""
+    return view << 16 | position
+
+
+class Kernel(Protocol):
+    """Makes image i of a chunk from what is stored of it, or the part from (top, left) on."""
+
+    def __call__(self, i: int, src: Image, out: Image, top: int = 0, left: int = 0) -> None:
+        """Write into `out` (H, W, C), a row of a batch slot."""
+        ...
+
+
+class CropStep(Protocol):
+    """The first step, which may get a part of an image, from (top, left) on."""
+
+    def __call__(self, i: int, src: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
+        """Return image i of a chunk."""
+        ...
+
+
+class OpStage:
+    """An ImageOp at its place in the list."""
+
+    def __init__(self, op: ImageOp, position: int) -> None:
+        self.op = op
+        self._position = position
+        self.columns, self.resamples = op.columns, op.resamples
+        self.size_after = op.size_after
+        self.cpu, self.mask, self.device = op.cpu, op.mask, op.device
+
+    def draw(self, draws: Draws, view: int, shapes: Shapes) -> tuple[Rows, Shapes]:
+        """Return the parameters (B, columns) of a batch, and what its images become."""
+        u = draws.uniform(stream(self._position, view), self.op.uniforms)
+        return self.op.draw(u, shapes)
+
+
+class CropStage:
+    """Consecutive axis-aligned ops."""
+
+    columns = len(COLUMNS)
+    resamples = True
+
+    def __init__(self, antialias: Antialias) -> None:
+        self._default: Antialias = antialias
+        self.nv12 = False
+        self.ops: list[tuple[int, AxisOp]] = []
+        self.fill: tuple[float, ...] = (0.0,)
+        self.mask_fill = 0
+
+    def accepts(self, op: AxisOp) -> bool:
+        """Whether `op` folds with the ops so far, fill and all."""
+        if op.resizes:
+            return all(before.padding_color is None for _, before in self.ops)
+        return op.padding_color is None or not any(before.crops for _, before in self.ops)
+
+    def add(self, position: int, op: AxisOp) -> None:
+        """Append the op at this position of the pipeline's list."""
+        self.ops.append((position, op))
+        if op.padding_color is not None:
+            self.fill, self.mask_fill = op.padding_color, op.mask_fill
+
+    @property
+    def antialias(self) -> Antialias:
+        """The setting of the last op that says one; else the pipeline's."""
+        said = [op.antialias for _, op in self.ops if op.antialias is not None]
+        return said[-1] if said else self._default
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Return what all the ops make of it."""
+        for _, op in self.ops:
+            size = op.size_after(size)
+        return size
+
+    def draw(self, draws: Draws, view: int, shapes: Shapes) -> tuple[Rows, Shapes]:
+        """Return int32 (B, 12) rows, see frame.COLUMNS."""
+        frame = Frame(shapes)
+        for position, op in self.ops:
+            op.fold(frame, draws.uniform(stream(position, view), op.uniforms))
+        return frame.finish(self.antialias), frame.shapes()
+
+    def cpu(self, rows: Rows) -> CropStep:
+        """Return the step that crops image i of the chunk."""
+        listed, fill, nv12 = rows.tolist(), self.fill, self.nv12
+        made, rgb = Scratch(), Scratch()
+
+        def step(i: int, src: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
+            row = listed[i]
+            y, x, h, w = row[:4]
+            y, x = y - top, x - left
+            box = nv12_box(src, y, x, h, w, rgb) if nv12 else src[y : y + h, x : x + w]
+            image = made(row[8], row[9], box.shape[2]) if out is None else out
+            crop_image(row, box, image, fill)
+            return image
+
+        return step
+
+    def mask(self, rows: Rows) -> CpuStep:
+        """Return the step that crops mask i of the chunk."""
+        listed, made, fill = rows.tolist(), Scratch(), self.mask_fill
+
+        def step(i: int, src: Image, out: Image | None) -> Image:
+            row = listed[i]
+            y, x, h, w = row[:4]
+            image = made(row[8], row[9]) if out is None else out
+            crop_mask(row, src[y : y + h, x : x + w], image, fill)
+            return image
+
+        return step
+
+    def device(
+        self, rows: torch.Tensor, images: torch.Tensor, size: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return the crops (B, 3, *size), rounded."""
+        kind = kernel_dtype(images.device)
+        images = nv12_batch(images, kind) if self.nv12 else images.to(kind)
+        return crop_batch(rows, images, size, self.fill).round()
+
+
+Stage = CropStage | OpStage
 
 
 class Plan:
-    """What a list of ops comes to: stages on bytes, then floats, stages on floats, then a mix."""
+    """What a list of ops comes to: stages on bytes, then floats, stages on floats, then a mix.
+
+    Ops add themselves (Op.join) by `add`, `fold`, or by setting `channels`, `floats` or `mix`.
+    """
 
     def __init__(self, ops: Sequence[Op], antialias: Antialias) -> None:
         self._antialias: Antialias = antialias
@@ -35,52 +172,125 @@ class Plan:
                 raise UsageError(f"augment holds {op!r}, which is no op of h5feed.augment")
             if self.mix is not None:
                 raise UsageError(f"{self.mix[1]!r} works on whole batches: put it last")
-            self._add(position, op)
+            op.join(self, position)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the output."""
         return torch.uint8 if self.floats is None else self.floats.dtype
 
-    def _add(self, position: int, op: Op) -> None:
-        if isinstance(op, MixOp):
-            self.mix = (position, op)
-        elif isinstance(op, RandomErasing):
-            stages = self.stages if self.floats is None else self.after
-            stages.append(ErasingStage(op, position, self.channels, self.dtype))
-        elif isinstance(op, Normalize):
-            if self.floats is None:
-                raise UsageError(f"{op!r} works on floats: put ToFloat() before it")
-            if self.after:
-                raise UsageError(f"{op!r} comes too late: put it next to ToFloat")
-            self.floats.add(op)
-        elif self.floats is not None:
-            raise UsageError(f"{op!r} works on bytes: put it before ToFloat")
-        elif isinstance(op, ToFloat):
-            self.floats = FloatStage(op, self.channels)
-        else:
-            self._add_on_bytes(position, op)
+    @property
+    def all_stages(self) -> list[Stage]:
+        """Stages on bytes, then those on floats."""
+        return self.stages + self.after
 
-    def _add_on_bytes(self, position: int, op: Op) -> None:
-        if self.channels == 1 and (isinstance(op, Grayscale) or getattr(op, "colors", False)):
-            raise UsageError(f"{op!r} works on colors: put it before Grayscale")
-        if isinstance(op, AxisOp):
-            self._fold(position, op)
-        elif isinstance(op, RandomAffine):
-            self.stages.append(AffineStage(op, position))
-        elif isinstance(op, PixelOp):
-            self.stages.append(PixelStage(op, position))
-        elif isinstance(op, Grayscale) and op.num_output_channels == 3:
-            self.stages.append(PixelStage(RandomGrayscale(p=1), position))
-        elif isinstance(op, Grayscale):
-            self.stages.append(GrayStage())
-            self.channels = 1
+    def add(self, op: ImageOp, position: int) -> None:
+        """Append a step of its own."""
+        if self.floats is not None and op.takes_floats:
+            self.after.append(OpStage(op, position))
         else:
-            raise UsageError(f"augment holds {op!r}, which is no op of h5feed.augment")
+            self.check_takes(op)
+            self.stages.append(OpStage(op, position))
 
-    def _fold(self, position: int, op: AxisOp) -> None:
+    def fold(self, op: AxisOp, position: int) -> None:
+        """Append a crop, resize or flip to the last step where that takes it, or a new one."""
+        self.check_takes(op)
         last = self.stages[-1]
         if not isinstance(last, CropStage) or not last.accepts(op):
             last = CropStage(self._antialias)
             self.stages.append(last)
         last.add(position, op)
+
+    def check_takes(self, op: Op) -> None:
+        """Raise UsageError for an op on bytes after ToDtype, or one on colors after Grayscale."""
+        if self.floats is not None:
+            raise UsageError(f"{op!r} works on bytes: put it before ToDtype")
+        if self.channels == 1 and getattr(op, "needs_color", False):
+            raise UsageError(f"{op!r} works on colors: put it before Grayscale")
+
+    def kernel(self, rows: Sequence[Rows]) -> Kernel:
+        """Return the function that makes the images of a chunk, whose rows are given per stage."""
+        first = self.first.cpu(rows[0])
+        on_bytes, on_floats = self._steps(rows)
+        to_float = self.floats.cpu() if self.floats is not None else None
+        direct = max(k for k, stage in enumerate(self.stages) if stage.resamples)
+        if to_float is not None:
+            direct = -1  # the bytes go to scratch memory, the floats to the row
+
+        def make(i: int, src: Image, out: Image, top: int = 0, left: int = 0) -> None:
+            image = first(i, src, None if direct else out, top, left)
+            for k, step in enumerate(on_bytes, 1):
+                image = step(i, image, out if k == direct else None)
+            if to_float is not None:
+                to_float(image, out)
+                for step in on_floats:
+                    step(i, out, None)
+
+        return make
+
+    def _steps(self, rows: Sequence[Rows]) -> tuple[list[CpuStep], list[CpuStep]]:
+        """Return the steps on bytes after the first, and those on floats, for a chunk's rows."""
+        steps = [stage.cpu(part) for stage, part in zip(self.all_stages[1:], rows[1:], strict=True)]
+        middle = len(self.stages) - 1
+        return steps[:middle], steps[middle:]
+
+    def run_fixed(self, rows: Sequence[Rows], field: Image, indices: Ints, out: Image) -> None:
+        """Make images `indices` (n) of a raw field (N, H, W, C) into `out` (n, H, W, C)."""
+        height, width = field.shape[1:3]
+        small = field[0].nbytes <= SMALL and not any(stage.resamples for stage in self.stages[1:])
+        if not small or self.first.nv12 or not are_windows(rows[0], height, width):
+            make = self.kernel(rows)
+            for i, index in enumerate(indices.tolist()):
+                make(i, field[index], out[i])
+            return
+        on_bytes, on_floats = self._steps(rows)
+        images = out if self.floats is None else np.empty((len(out), *out.shape[1:3], 3), np.uint8)
+        copy_windows(rows[0], field, indices, images, self.first.fill)
+        for step in on_bytes:
+            for i, image in enumerate(images):
+                step(i, image, None)
+        if self.floats is not None:
+            to_float = self.floats.cpu()
+            for i in range(0, len(out), _TOGETHER):
+                some = slice(i, i + _TOGETHER)
+                to_float(_tall(images[some]), _tall(out[some]))
+            for step in on_floats:
+                for i, image in enumerate(out):
+                    step(i, image, None)
+
+    def run_masks(self, rows: Sequence[Rows], masks: Sequence[Image], out: Image) -> None:
+        """Make masks (h, w, 1) into `out` (n, H, W, 1)."""
+        made = [stage.mask(part) for stage, part in zip(self.all_stages, rows, strict=True)]
+        steps = [step for step in made if step is not None]
+        for i, src in enumerate(masks):
+            mask = src[..., 0]
+            for step in steps:
+                mask = step(i, mask, out[i, ..., 0] if step is steps[-1] else None)
+
+
+def _tall(images: Image) -> Image:
+    """Return images (n, H, W, C) one below the other, (n*H, W, C)."""
+    return images.reshape(-1, *images.shape[2:])
+
+
+def run_batch(
+    plan: Plan, packed: torch.Tensor, batch: torch.Tensor, sizes: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    """Return images (B, C, H, W), channels_last, from uint8 (B, h, w, 3) or NV12 (B, h*3//2, w).
+
+    packed: Params.packed on the device. sizes: (height, width) after each stage. Nothing here
+    depends on values or asks for one, so torch.compile takes it whole.
+    """
+    images = batch if plan.first.nv12 else batch.permute(0, 3, 1, 2)
+    begin = 0
+    for number, (stage, size) in enumerate(zip(plan.all_stages, sizes, strict=True)):
+        if number == len(plan.stages) and plan.floats is not None:
+            images = plan.floats.device(images)
+        images = stage.device(packed[:, begin : begin + stage.columns], images, size)
+        begin += stage.columns
+    if plan.floats is not None and not plan.after:
+        images = plan.floats.device(images)
+    if plan.mix is not None:
+        images = mix_images(images, packed[0, begin:])
+        images = images if plan.floats is not None else images.round()
+    return images.to(plan.dtype, memory_format=torch.channels_last)

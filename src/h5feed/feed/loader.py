@@ -50,7 +50,7 @@ class H5Loader(PackedLoader):
     A batch's memory is used again once nobody holds it or any view of it.
 
     Which samples come and what happens to them is a function of seed, epoch and sample: workers,
-    batch size and world size change nothing. Exceptions: Mixup and CutMix choose partners within
+    batch size and world size change nothing. Exceptions: MixUp and CutMix choose partners within
     a batch; a `sampler` is asked again in every epoch, and one with a generator of its own has to
     be put back into its state by whoever resumes.
 

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from h5feed.augment.crop_cpu import readable
+from h5feed.augment.cpu import readable
 from h5feed.errors import UsageError
 from h5feed.feed.device import Lane
 from h5feed.feed.residency import Residency, choose_residency

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from h5feed.augment import Op, Pipeline
-from h5feed.augment.compiled_device import CompiledBatch
+from h5feed.augment.device import CompiledBatch
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import Lane

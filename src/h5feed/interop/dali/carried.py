@@ -17,12 +17,10 @@ from h5feed.augment import (
     RandomResizedCrop,
     RandomVerticalFlip,
     Resize,
-    ToFloat,
+    ToDtype,
 )
-from h5feed.augment.erasing import ErasingStage
 from h5feed.augment.frame import Antialias
-from h5feed.augment.plan import Plan
-from h5feed.augment.stages import CropStage, Stage
+from h5feed.augment.plan import CropStage, OpStage, Plan, Stage
 from h5feed.errors import UsageError
 from h5feed.interop.dali.parts import Box, Crop, Erase, Floats, Part
 
@@ -36,7 +34,7 @@ CARRIED: tuple[type[Op], ...] = (
     RandomHorizontalFlip,
     RandomVerticalFlip,
     RandomErasing,
-    ToFloat,
+    ToDtype,
     Normalize,
 )
 """RandomErasing with a color only, not with value="random"."""
@@ -92,7 +90,8 @@ def _parts(stage: Stage, number: int) -> list[Part]:
     if isinstance(stage, CropStage):
         crop = [Crop(stage)] if stage.ops else []
         return [Box(), *crop] if number else list(crop)
-    assert isinstance(stage, ErasingStage)
+    assert isinstance(stage, OpStage)
+    assert isinstance(stage.op, RandomErasing)
     value = stage.op.value
     assert not isinstance(value, str)
     return [Erase([value] if isinstance(value, (int, float)) else value)]

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5feed.augment.floats import FloatStage
-from h5feed.augment.stages import CropStage, Rows
+from h5feed.augment.ops import Rows
+from h5feed.augment.plan import CropStage
 from h5feed.interop.dali._library import fn, types
 
 __all__ = ["Box", "Crop", "Erase", "Floats", "Part", "Port"]
@@ -189,7 +190,7 @@ def _ends(count: int, factor: float) -> NDArray[np.float32]:
 
 
 class Erase:
-    """Paint a rectangle over; rows as of augment.erasing.ErasingStage."""
+    """Paint a rectangle over; rows as of augment.RandomErasing."""
 
     ports: tuple[Port, ...] = (_FLOAT_POINT, _FLOAT_POINT)
 

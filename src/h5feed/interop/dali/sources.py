@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5feed.augment import Params, Pipeline
-from h5feed.augment.crop_cpu import Scratch
-from h5feed.augment.nv12 import nv12_box
+from h5feed.augment.cpu import Scratch, nv12_box
 from h5feed.errors import DamagedItemError
 from h5feed.feed.source import BYTES_CHANGED, Pixels
 from h5feed.feed.substitute import GO_ON

@@ -1,27 +1,43 @@
 """Crops, resizes and flips: ops that keep the axes, as torchvision.transforms.v2 defines them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from h5feed.augment.frame import Antialias, Frame
+from h5feed.augment.frame import Antialias, Floats, Frame, Ints
 from h5feed.augment.ops import (
-    Floats,
-    Ints,
     Op,
+    below,
     check_fill,
     check_mask_fill,
+    check_pair,
+    check_probability,
     check_size,
     refuse,
 )
 
-__all__ = ["AxisOp", "CenterCrop", "RandomCrop", "Resize", "below", "check_resampling"]
+if TYPE_CHECKING:
+    from h5feed.augment.plan import Plan
+
+__all__ = [
+    "AxisOp",
+    "CenterCrop",
+    "RandomCrop",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "RandomVerticalFlip",
+    "Resize",
+]
+
+_TRIES = 10  # of torchvision's RandomResizedCrop, before it falls back to the centre
 
 
 class AxisOp(Op):
-    """An op that folds into one box and one resize with its neighbours."""
+    """Base of crops, resizes and flips; neighbours fold into one box and one resize per image."""
 
     uniforms: ClassVar[int] = 0
     """How many random numbers an image needs."""
@@ -33,6 +49,10 @@ class AxisOp(Op):
     """What it says about resizing; None takes the pipeline's."""
     mask_fill: int = 0
     """Class number that masks show where it reaches outside the image."""
+
+    def join(self, plan: Plan, position: int) -> None:
+        """Fold with the ops before, where that is the same as one after the other."""
+        plan.fold(self, position)
 
     @property
     def padding_color(self) -> tuple[float, ...] | None:
@@ -48,12 +68,7 @@ class AxisOp(Op):
         return size
 
 
-def below(u: Floats, count: Ints) -> Ints:
-    """Return whole numbers in [0, count), as torch.randint draws them."""
-    return np.minimum((u * count).astype(np.int64), count - 1)
-
-
-def check_resampling(op: Any) -> None:
+def _check_resampling(op: Any) -> None:
     """Check the two arguments of every op that resizes."""
     if op.interpolation != "bilinear":
         raise refuse(op, "interpolation", op.interpolation, 'must be "bilinear", the only one here')
@@ -83,7 +98,7 @@ class Resize(AxisOp):
             raise refuse(self, "size", None, "needs max_size")
         if self.max_size is not None:
             self._check_max_size(*check_size(self, "max_size", self.max_size))
-        check_resampling(self)
+        _check_resampling(self)
 
     def _check_max_size(self, longest: int, _: int) -> None:
         if self._fixed is not None:
@@ -221,3 +236,94 @@ class RandomCrop(AxisOp):
             wrong = f"is larger than an image of {padded.min()} pixels, padding included: "
             raise refuse(self, "size", self.size, wrong + "give padding, or pad_if_needed=True")
         return below(u, padded + 2 * lacking - length + 1) - before - lacking
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(AxisOp):
+    """Crop a box of random area and aspect ratio, and resize it to `size`."""
+
+    size: int | tuple[int, int]
+    """Output size: a number, or (height, width)."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of the image's area."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width / height; drawn evenly in its logarithm."""
+    interpolation: Literal["bilinear"] = "bilinear"
+    antialias: Antialias | None = None
+    """None takes the pipeline's."""
+    uniforms: ClassVar[int] = 2 + 2 * _TRIES
+    resizes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_size(self, "size", self.size)
+        check_pair(self, "scale", self.scale, 0)
+        if check_pair(self, "ratio", self.ratio, 0)[0] == 0:
+            raise refuse(self, "ratio", self.ratio, "must be positive")
+        _check_resampling(self)
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return `size`."""
+        return check_size(self, "size", self.size)
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Crop, then resize."""
+        frame.crop(*self.boxes(frame.height, frame.width, u))
+        frame.resize(*self.size_after(None))
+
+    def boxes(self, height: Ints, width: Ints, u: Floats) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return top, left, height, width (each B) for images of height, width (each B)."""
+        low, high = np.log(self.ratio)
+        area = (height * width)[:, None] * (
+            self.scale[0] + (self.scale[1] - self.scale[0]) * u[:, 2 : 2 + _TRIES]
+        )
+        aspect = np.exp(low + (high - low) * u[:, 2 + _TRIES :])
+        w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+        h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
+        fits = (w > 0) & (w <= width[:, None]) & (h > 0) & (h <= height[:, None])
+        rows = np.arange(len(fits))
+        first = fits.argmax(axis=1)
+        found = fits[rows, first]
+        centre_h, centre_w = self._central(height, width)
+        h = np.where(found, h[rows, first], centre_h)
+        w = np.where(found, w[rows, first], centre_w)
+        top = np.where(found, below(u[:, 0], height - h + 1), (height - h) // 2)
+        left = np.where(found, below(u[:, 1], width - w + 1), (width - w) // 2)
+        return top, left, h, w
+
+    def _central(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
+        """Return height, width of the central box of the nearest allowed ratio (the fallback)."""
+        narrow = width / height < self.ratio[0]
+        wide = width / height > self.ratio[1]
+        h = np.where(narrow, np.rint(width / self.ratio[0]).astype(np.int64), height)
+        w = np.where(wide, np.rint(height * self.ratio[1]).astype(np.int64), width)
+        return h, w
+
+
+@dataclass(frozen=True)
+class RandomHorizontalFlip(AxisOp):
+    """Mirror left-right with probability `p`."""
+
+    p: float = 0.5
+    uniforms: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_probability(self, self.p)
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Flip the images whose uniform lies below p."""
+        frame.flip(u[:, 0] < self.p, False)
+
+
+@dataclass(frozen=True)
+class RandomVerticalFlip(AxisOp):
+    """Mirror upside-down with probability `p`."""
+
+    p: float = 0.5
+    uniforms: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_probability(self, self.p)
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Flip the images whose uniform lies below p."""
+        frame.flip(False, u[:, 0] < self.p)
