@@ -4,7 +4,27 @@ __all__ = ["DamagedItemError", "H5FeedError", "H5FormatError", "PackError", "Usa
 
 
 class H5FeedError(Exception):
-    """Base of every error that h5feed raises by its own decision."""
+    """Base of every error that h5feed raises by its own decision.
+
+    `details` are lines that belong below the sentence: commands to type, or what failed where.
+
+    >>> from h5feed import H5FeedError
+    >>> print(H5FeedError("SRC holds splits: pack each", details="  pack-h5 a/train train.h5"))
+    SRC holds splits: pack each
+      pack-h5 a/train train.h5
+    """
+
+    def __init__(self, *args: object, details: str = "") -> None:
+        super().__init__(*args)
+        self.details = details
+
+    @property
+    def sentence(self) -> str:
+        """The text without its details."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n{self.details}" if self.details else self.sentence
 
 
 class H5FormatError(H5FeedError, ValueError):

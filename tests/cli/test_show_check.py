@@ -279,6 +279,40 @@ def test_a_sheet_through_a_link_goes_where_it_leads(packed, tmp_path):
         assert image.format == "PNG"
 
 
+@pytest.mark.parametrize("command", [show, check])
+def test_a_file_that_memory_does_not_hold_is_one_sentence(packed, capsys, monkeypatch, command):
+    def too_large(*_):
+        raise MemoryError("Unable to allocate 8.00 TiB for an array")
+
+    monkeypatch.setattr("h5feed.store.gate.Gate.array", too_large)
+    assert command.main([str(packed)]) == 1
+    assert capsys.readouterr().err.partition(": ")[2] == (
+        f"{packed} needs more memory than there is\n"
+    )
+
+
+def test_memory_that_ends_later_is_one_sentence(packed, capsys, monkeypatch):
+    def full(_):
+        raise MemoryError("Unable to allocate\n8 GiB")
+
+    monkeypatch.setattr(show, "file_facts", full)
+    assert show.main([str(packed)]) == 1
+    assert capsys.readouterr().err == (
+        "show-h5: there is not enough memory (Unable to allocate\\n8 GiB)\n"
+    )
+
+
+def test_a_line_end_in_a_name_makes_no_second_line(packed, capsys):
+    named = packed.with_name("a\nb.h5")
+    named.write_bytes(b"nothing")
+    for path in (named, packed.with_name("no\nfile.h5")):
+        assert show.main([str(path)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"show-h5: {packed.parent}/")
+        assert said.count("\n") == 1
+        assert "\\n" in said
+
+
 @pytest.mark.parametrize("option", ["images", "classes"])
 def test_a_count_below_one_is_refused(packed, capsys, option):
     assert show.main([str(packed), f"--{option}", "-3"]) == 2

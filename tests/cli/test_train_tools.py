@@ -138,9 +138,10 @@ def test_ablate_hands_its_options_on_and_says_what_was_found(packed, tmp_path, c
 
 def test_ablate_says_what_the_plain_loop_failed_of(packed, capsys, monkeypatch):
     def failed(*_):
-        raise SubjectError("the plain loop: out of memory", trace="the trace")
+        raise SubjectError("the plain loop: out\nof memory", trace="File x, line 1\nboom\n")
 
     monkeypatch.setattr(ablate, "ablate", failed)
     assert main(["ablate", packed, *SMALL]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("train-h5 ablate: the plain loop: out of memory")
+    assert capsys.readouterr().err == (
+        "train-h5 ablate: the plain loop: out\\nof memory\nFile x, line 1\nboom\n"
+    )

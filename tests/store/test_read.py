@@ -310,3 +310,28 @@ def test_no_descriptor_left_is_no_fault_of_the_file(opened, monkeypatch):
     with pytest.raises(OSError, match="Too many open files") as caught:
         FileReader(index.path)
     assert caught.value.filename == index.path
+
+
+def test_a_file_that_needs_more_memory_than_there_is_is_an_os_error(opened, monkeypatch):
+    """A file of a terabyte, mostly holes, may have a column of any size."""
+    index, _ = opened
+
+    def too_large(*_):
+        raise MemoryError("Unable to allocate 8.00 TiB for an array")
+
+    monkeypatch.setattr("h5feed.store.gate.Gate.array", too_large)
+    with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        MappedFile(index.path)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOMEM, index.path)
+
+
+def test_no_memory_to_map_names_the_file(opened, monkeypatch):
+    index, _ = opened
+
+    def full(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(read, "_map", full)
+    with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        MappedFile(index.path)
+    assert caught.value.filename == index.path

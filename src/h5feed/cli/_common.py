@@ -18,7 +18,7 @@ import tyro
 
 from h5feed import __version__
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.text import say
+from h5feed.text import printable, say
 
 __all__ = ["check_plot", "check_target", "refuse_two_forms", "run_command"]
 
@@ -32,6 +32,7 @@ _WHAT_IS_WRONG = {
     errno.ENOTDIR: "does not exist: a part of this path is a file",
     errno.EISDIR: "is a folder: give a file",
     errno.EACCES: "may not be opened: permission denied",
+    errno.ENOMEM: "needs more memory than there is",
 }
 
 
@@ -79,6 +80,9 @@ def run_command(
         return UNREAD
     except OSError as ex:
         return _say(prog, _in_words(ex), FAILED)
+    except MemoryError as ex:
+        why = f" ({ex})" if str(ex) else ""
+        return _say(prog, f"there is not enough memory{why}", FAILED)
     except (H5FeedError, ImportError) as ex:
         return _say(prog, ex, FAILED)
     except KeyboardInterrupt as ex:
@@ -169,5 +173,11 @@ def _in_words(error: OSError) -> str:
 
 
 def _say(prog: str, error: object, status: int) -> int:
-    say(f"{prog}: {error}", sys.stderr)
+    """Say `error` in one line, whatever names are in it, and its details below."""
+    sentence, details = error, ""
+    if isinstance(error, H5FeedError):
+        sentence, details = error.sentence, error.details
+    say(printable(f"{prog}: {sentence}"), sys.stderr)
+    if details:
+        say(details, sys.stderr)
     return status

@@ -49,7 +49,7 @@ def _ablate(command: _Command) -> None:
         try:
             ablation = ablate(command.run, command.ablate, tell)
         except SubjectError as ex:
-            raise H5FeedError(f"{ex}\n{ex.trace}".strip()) from None
+            raise H5FeedError(str(ex), details=ex.trace.strip()) from None
     if command.draw is not None:
         save_plot(ablation, command.draw)
     if command.json:

@@ -68,7 +68,7 @@ def _bench(command: _Command) -> None:
         try:
             reports = _measured(command, tell)
         except SubjectError as ex:
-            raise H5FeedError(f"{ex}\n{ex.trace}".strip()) from None
+            raise H5FeedError(str(ex), details=ex.trace.strip()) from None
     say(_printed(reports, command))
     if command.plot is not None:
         for number, report in enumerate(reports):

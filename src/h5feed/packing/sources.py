@@ -236,7 +236,8 @@ def _refuse_splits(root: Path, classes: list[str]) -> None:
         )
         raise UsageError(
             f"SRC {str(root)!r} holds splits ({', '.join(classes)}), not classes; packed as it is, "
-            f"the split would become the label. Pack each split by itself:\n{commands}"
+            "the split would become the label. Pack each split by itself:",
+            details=commands,
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 import h5py
 import numpy as np
 
+from h5feed.disk import naming
 from h5feed.errors import H5FormatError
 from h5feed.store.gate import Gate, validated_index
 from h5feed.store.layout import Extent, FileIndex, UInt8
@@ -110,6 +111,8 @@ class FileReader:
                 return validated_index(Gate(path, os.fstat(self._fd).st_size), file)
         except H5FormatError:
             raise
+        except MemoryError as ex:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from ex
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as ex:
             reason = " ".join(str(ex).split())
             raise _read_error(path, ex, reason) or H5FormatError(
@@ -190,7 +193,7 @@ class MappedFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open `path`, as `FileReader` does, and map that very file."""
-        with FileReader(path) as file:
+        with FileReader(path) as file, naming(Path(path)):
             self.index = file.index
             self.data: UInt8 = _map(file.fileno(), self.index.size)
         self._address = self.data.ctypes.data
