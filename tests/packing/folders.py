@@ -1,8 +1,10 @@
-"""Folders of images that the tests of packing make."""
+"""Folders of images that the tests of packing make, and what they look at afterwards."""
 
 import hashlib
+import itertools
 from pathlib import Path
 
+import h5py
 import numpy as np
 from PIL import Image
 
@@ -45,3 +47,10 @@ def sha256(path: Path) -> str:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def keys(path: Path) -> list[str]:
+    """Return the keys of a packed file's items."""
+    with h5py.File(path) as file:
+        blob, ends = file["keys/bytes"][:].tobytes(), file["keys/offsets"][:]
+    return [blob[a:b].decode() for a, b in itertools.pairwise(ends)]
