@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from h5feed.train.checkpoint import load_checkpoint
 from h5feed.train.config import DistributedConfig
 from h5feed.train.distributed import (
     World,
+    check_fsdp,
     choose_device,
     join_world,
     last_only,
@@ -30,13 +32,16 @@ from train.helpers import MemoryLoader, make_config, make_data, make_pictures, t
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
+ALONE = DistributedConfig()
+COUNT = 79  # images, of which ranks 0 and 1 have 40 and 39
 
 
 def train_one_rank(config):
     """What each process of a world runs: the memory loader's own part of each batch."""
     torch.set_num_threads(1)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    train(config, make_data(config, world=(rank, size)))
+    count = COUNT if config.model.model.endswith("blocks") else 64
+    train(config, make_data(config, count=count, world=(rank, size)))
     return rank
 
 
@@ -53,8 +58,37 @@ def with_norms(num_outputs):
 
 
 def train_all(configs):
+    """Train all, and write down which share of its model each process held under FSDP."""
+    share_out = World.share_out
+
+    def watched(world, net, blocks):
+        whole = sum(weight.numel() for weight in net.parameters())
+        net = share_out(world, net, blocks)
+        held = sum(weight.to_local().numel() for weight in net.parameters())
+        with (configs[0].out.parent / f"shares-{world.rank}").open("a") as file:
+            file.write(f"{held / whole}\n")
+        return net
+
+    World.share_out = watched
     with join_world("cpu"):
         return [train_one_rank(config) for config in configs]
+
+
+FSDP = {
+    "schedule": "constant",
+    "warmup": 0.0,
+    "clip_norm": 1.0,
+    "accumulate": 2,
+    "model": f"{__name__}:blocks",
+}
+
+
+def blocks(num_outputs):
+    """Two blocks, with weights that two processes cannot divide evenly."""
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 5, 3), nn.GroupNorm(1, 5), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(180, num_outputs)),
+    )
 
 
 def configs_in(root):
@@ -62,6 +96,8 @@ def configs_in(root):
     return {
         "whole": make_config(root / "whole", **shared),
         "parts": make_config(root / "parts", accumulate=2, **shared),
+        "fsdp": make_config(root / "fsdp", fsdp=True, **FSDP),
+        "fsdp resumed": make_config(root / "fsdp resumed", fsdp=True, resume=True, **FSDP),
         "norms": make_config(
             root / "norms", model=f"{__name__}:with_norms", ema=0.9, channels_last=False
         ),
@@ -72,7 +108,9 @@ def configs_in(root):
 def two_processes(tmp_path_factory):
     """The folder of runs made by two processes, started once for all: it takes seconds."""
     root = tmp_path_factory.mktemp("two")
-    assert start(train_all, list(configs_in(root).values()), 2) == [0, 0, 0]
+    configs = configs_in(root)
+    train_one_rank(replace(configs["fsdp resumed"], epochs=1, resume=False, distributed=ALONE))
+    assert start(train_all, list(configs.values()), 2) == [0] * len(configs)
     return root
 
 
@@ -96,6 +134,72 @@ def test_the_score_is_that_of_the_network_that_is_saved(two_processes):
     loss = nn.functional.cross_entropy(outputs, labels).item()
     scored = read_metrics(two_processes / "norms" / "metrics.jsonl")[-1]["loss"]
     assert scored == pytest.approx(loss, rel=1e-5)
+
+
+def test_fsdp_makes_whole_checkpoints_that_any_number_of_processes_goes_on_from(
+    two_processes, tmp_path
+):
+    """Two shares equal one process; two go on from one, and one goes on from two."""
+    config = replace(configs_in(tmp_path)["fsdp"], distributed=ALONE, epochs=3)
+    train_one_rank(replace(config, epochs=2))
+    expected, lines = results(tmp_path / "fsdp")
+    for name in ("fsdp", "fsdp resumed"):
+        found, found_lines = results(two_processes / name)
+        for weight, value in expected.items():
+            torch.testing.assert_close(found[weight], value, msg=weight, rtol=1e-4, atol=1e-5)
+        trained = [line[2] for line in lines if line[0] == "train"]
+        assert [line[2] for line in found_lines if line[0] == "train"] == pytest.approx(
+            trained, rel=1e-3
+        )
+    shutil.copytree(two_processes / "fsdp", tmp_path / "alone")
+    train_one_rank(replace(config, resume=True, out=tmp_path / "alone"))
+    train_one_rank(replace(config, resume=True))
+    expected, _ = results(tmp_path / "fsdp")
+    for weight, value in results(tmp_path / "alone")[0].items():
+        torch.testing.assert_close(value, expected[weight], msg=weight, rtol=1e-4, atol=1e-5)
+
+
+def test_under_fsdp_a_process_holds_its_share_of_the_model(two_processes):
+    shares = [
+        [float(line) for line in (two_processes / f"shares-{rank}").read_text().splitlines()]
+        for rank in (0, 1)
+    ]
+    assert [len(held) for held in shares] == [2, 2]
+    for first, second in zip(*shares, strict=True):
+        assert first + second == pytest.approx(1)
+        assert 0.4 < first < 0.6
+
+
+def test_under_fsdp_each_image_is_scored_once_whoever_has_more_batches(two_processes):
+    """Rank 0 has five batches of eight and rank 1 four: the fifth of rank 1 counts for nothing."""
+    images, labels = make_pictures(COUNT)
+    images = torch.cat((images[0::2][:40], images[1::2][:32]))
+    labels = torch.cat((labels[0::2][:40], labels[1::2][:32]))
+    with torch.no_grad():
+        outputs = load_trained(two_processes / "fsdp" / "last.pt")(images)
+    scored = read_metrics(two_processes / "fsdp" / "metrics.jsonl")[-1]
+    loss = nn.functional.cross_entropy(outputs, labels).item()
+    assert scored["loss"] == pytest.approx(loss, rel=1e-4)
+    assert scored["accuracy"] == pytest.approx((outputs.argmax(1) == labels).float().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("options", "switch"),
+    [
+        ({"ema": 0.9}, "--ema"),
+        ({"compile": "default"}, "--compile"),
+        ({"optimizer": "lamb"}, "--optimizer lamb"),
+        ({"precision": "fp16"}, "--precision fp16"),
+    ],
+)
+def test_what_fsdp_does_not_go_with_is_one_sentence(tmp_path, options, switch):
+    config = make_config(tmp_path, fsdp=True, **options)
+    world = World(rank=0, size=2, device=CPU)
+    with pytest.raises(UsageError) as caught:
+        check_fsdp(config, world, config.speed.precision)
+    assert str(caught.value) == f"--fsdp does not go with {switch}: leave one of them out"
+    with pytest.raises(UsageError, match=r"^--fsdp shares a model out among several processes, an"):
+        train(config, make_data(config))
 
 
 def fail_on_rank_one(_):

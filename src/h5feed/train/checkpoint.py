@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from h5feed.disk import replaced
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train.distributed import World
+from h5feed.train.distributed import World, gathered, shared_out
 
 __all__ = [
     "RandomState",
@@ -74,7 +74,8 @@ class RandomState:
 
 def capture(parts: Mapping[str, Stateful], progress: dict[str, Any]) -> dict[str, Any]:
     """Return the state of `parts`, and `progress` as it is; all processes call it together."""
-    return {"progress": progress, **{name: part.state_dict() for name, part in parts.items()}}
+    states = {name: gathered(part.state_dict()) for name, part in parts.items()}
+    return {"progress": progress, **states}
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -149,13 +150,39 @@ def restore(state: Mapping[str, Any], parts: Mapping[str, Stateful], path: Path)
         if name not in state:
             raise UsageError(f"{path} holds no {name}: resume with the options it was begun with")
         try:
-            part.load_state_dict(state[name])
+            part.load_state_dict(_shared_out_like(part, state[name]))
             if isinstance(part, Optimizer):
                 _lay_out_like_weights(part)
         except (RuntimeError, KeyError, ValueError) as ex:
             raise UsageError(
                 f"{path} does not fit this {name}: resume with the options it was begun with ({ex})"
             ) from ex
+
+
+def _shared_out_like(part: Stateful, state: Any) -> Any:
+    """Return a saved `state` with each tensor shared out as its weight in `part` is (--fsdp)."""
+    if isinstance(part, nn.Module):
+        weights = part.state_dict()
+        return {
+            name: shared_out(value, weights[name]) if name in weights else value
+            for name, value in state.items()
+        }
+    if isinstance(part, Optimizer):
+        in_order = [weight for group in part.param_groups for weight in group["params"]]
+        return {
+            **state,
+            "state": {
+                number: {
+                    name: shared_out(value, in_order[number])
+                    if isinstance(value, Tensor)
+                    else value
+                    for name, value in values.items()
+                }
+                for number, values in state["state"].items()
+                if number < len(in_order)
+            },
+        }
+    return state
 
 
 def _lay_out_like_weights(optimizer: Optimizer) -> None:

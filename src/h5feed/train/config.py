@@ -307,6 +307,10 @@ class DistributedConfig:
     --accumulate, where torch fails)."""
     bucket_view: bool = True
     """Let gradients live in DDP's buckets: one copy and some memory less."""
+    fsdp: bool = False
+    """Share weights, gradients and momenta out among the processes (FSDP2's fully_shard), for a
+    model that does not fit on each; its weights stay in NCHW. adamw or sgd, without --ema,
+    --compile and fp16. Checkpoints are whole: any number of processes goes on from them."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "gpus")

@@ -1,7 +1,9 @@
 """Several processes that train one model: torchrun's, or our own.
 
 One process a device with DistributedDataParallel (Li et al. 2020, arXiv:2006.15704), which
-exchanges gradients while it computes them; DataParallel copies the model at every step.
+exchanges gradients while it computes them; DataParallel copies the model at every step. With
+--fsdp, fully_shard (Zhao et al. 2023, arXiv:2304.11277) instead: a process holds its share of
+each weight, and gathers a block's weights while it computes that block.
 """
 
 import os
@@ -9,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -22,14 +24,18 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train.config import DistributedConfig
+from h5feed.train.config import DistributedConfig, TrainConfig
 
 __all__ = [
     "World",
+    "check_fsdp",
     "choose_device",
+    "gathered",
     "is_main_process",
+    "is_shared",
     "join_world",
     "last_only",
+    "shared_out",
     "start",
     "under_torchrun",
 ]
@@ -67,6 +73,16 @@ class World:
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return int(values)
 
+    def most(self, batches: Any) -> int:
+        """Return the largest len(batches) of all processes; UsageError where one has none."""
+        counts: list[int] = self.gather(len(batches))
+        if 0 in counts:
+            raise UsageError(
+                f"--val has no image for process {counts.index(0)} of {self.size}, and with --fsdp "
+                "each needs one: give more images, or start fewer processes"
+            )
+        return max(counts)
+
     def align(self, net: nn.Module) -> None:
         """Give all processes the main one's buffers: each has batch statistics of its own."""
         if self.size > 1:
@@ -95,6 +111,24 @@ class World:
             gradient_as_bucket_view=config.bucket_view,
         )
 
+    def share_out(self, net: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module:
+        """Leave this process its share of `net`, which comes on the CPU and goes to the device.
+
+        In place, block by block: at no time is more than one whole on the device.
+        """
+        try:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+        except ImportError as ex:
+            raise UsageError(
+                f"--fsdp needs torch 2.6 or later, and this is {torch.__version__}: leave it out"
+            ) from ex
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        return net
+
     def synchronize_norms(self, net: nn.Module, config: DistributedConfig) -> nn.Module:
         """Make batch norms see all processes' pictures, where asked for; UsageError on the CPU."""
         if not config.sync_batchnorm:
@@ -106,6 +140,59 @@ class World:
             )
         synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # type: ignore[no-untyped-call]
         return synchronized
+
+
+def check_fsdp(config: TrainConfig, world: World, precision: str) -> None:
+    """Raise UsageError where --fsdp cannot be had; it always can be left out."""
+    if not config.distributed.fsdp:
+        return
+    if world.size == 1:
+        raise UsageError(
+            "--fsdp shares a model out among several processes, and this is one: add --gpus N, or "
+            "start it by torchrun"
+        )
+    speed, optimizer = config.speed, config.optim.optimizer
+    conflicts = {
+        "--ema": config.recipe.ema > 0,
+        "--compile": speed.compile != "off",
+        "--compile-backend": speed.compile_backend != "off",
+        "--precision fp16": precision == "fp16",
+        f"--optimizer {optimizer}": optimizer not in ("adamw", "sgd"),
+        "--debug gradcheck": config.debug.debug == "gradcheck",
+    }
+    for switch, given in conflicts.items():
+        if given:
+            raise UsageError(f"--fsdp does not go with {switch}: leave one of them out")
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether this process holds a share of `tensor`: a DTensor, which torch 2.4 hides."""
+    return hasattr(tensor, "to_local")
+
+
+def gathered(state: Any) -> Any:
+    """Return a state with its shared-out tensors whole, on the CPU of the main process alone.
+
+    All processes call it together; elsewhere None stands for them.
+    """
+    if isinstance(state, Tensor) and is_shared(state):
+        whole = state.full_tensor()  # type: ignore[attr-defined]
+        return whole.cpu() if dist.get_rank() == 0 else None
+    if isinstance(state, dict):
+        return {name: gathered(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [gathered(value) for value in state]
+    return state
+
+
+def shared_out(whole: Tensor, like: Tensor) -> Tensor:
+    """Return `whole` as `like` is: shared out as that is, or as it is."""
+    if not is_shared(like) or whole.shape != like.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    shared: Any = like
+    return distribute_tensor(whole, shared.device_mesh, shared.placements)
 
 
 def last_only(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

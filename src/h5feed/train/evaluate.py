@@ -25,27 +25,40 @@ def evaluate(
     autocast: autocast,
     *,
     flip: bool = False,
+    rounds: int = 0,
 ) -> tuple[float, float]:
     """Return mean loss (without label smoothing) and metric over `batches`, of all processes.
 
     `net` is the bare module: in DDP, processes with unlike numbers of batches would wait for
     each other. It runs in eval mode under inference_mode, and each of its modules is back in its
-    own mode afterwards. With `flip`, a picture's outputs are averaged with its mirror image's.
+    own mode afterwards. With `flip`, an image's outputs are averaged with its mirror image's.
+    Under FSDP, where a pass gathers the weights of all, each process makes `rounds` passes: those
+    beyond its own batches count for nothing.
     """
     losses = torch.zeros((), device=world.device, dtype=torch.float64)
     scores = torch.zeros((), device=world.device, dtype=torch.float64)
-    count = 0
-    with torch.inference_mode(), _eval_mode(net):
+    count = passes = 0
+
+    def compute(images: Tensor) -> Tensor:
+        outputs: Tensor = net(images)
+        if flip:
+            # A copy: CUDA graphs write the second pass over the first.
+            outputs = (outputs.clone() + _mirrored(net(images.flip(3)), task)) / 2
+        return outputs
+
+    # FSDP trains in the memory that it gathers weights into here: no inference tensors then.
+    with torch.no_grad() if rounds else torch.inference_mode(), _eval_mode(net):
         for images, targets in batches:
             with autocast:
-                outputs = net(images)
-                if flip:
-                    # A copy: CUDA graphs write the second pass over the first.
-                    outputs = (outputs.clone() + _mirrored(net(images.flip(3)), task)) / 2
+                outputs = compute(images)
                 loss = (task.val_loss or task.loss)(outputs, targets)
             losses += loss * len(images)
             scores = scores + task.score(outputs, targets)
             count += len(images)
+            passes += 1
+        for _ in range(passes, rounds):
+            with autocast:
+                compute(images)
         sums = world.add_up(torch.stack((losses, torch.full_like(losses, count))))
         loss_sum, pictures = sums.tolist()
         return loss_sum / pictures, task.value(world.add_up(scores))

@@ -107,6 +107,7 @@ def score_epoch(run: Run, epoch: int) -> bool:
     if run.data.val_loader is None:
         return False
     step, speed = run.step, run.config.speed
+    rounds = run.world.most(run.data.val_loader) if run.config.distributed.fsdp else 0
     with step.ema.swapped_in() if step.ema is not None else nullcontext():
         run.world.align(step.net)
         loss, metric = evaluate(
@@ -116,6 +117,7 @@ def score_epoch(run: Run, epoch: int) -> bool:
             run.world,
             step.autocast,
             flip=run.config.recipe.test_flip,
+            rounds=rounds,
         )
     return run.recorder.scored(step.count, epoch, loss, metric)
 
@@ -123,7 +125,8 @@ def score_epoch(run: Run, epoch: int) -> bool:
 def save(run: Run, epoch: int, *, best: bool = False, done: bool = False) -> None:
     """Save the run in or, where it is `done`, after `epoch`; NaN in loss or weights is an error."""
     report(run, epoch)
-    run.recorder.check_weights(weights_are_finite(run.step.net), run.step.count, epoch)
+    broken = run.world.highest(not weights_are_finite(run.step.net))
+    run.recorder.check_weights(not broken, run.step.count, epoch)
     progress = {
         "step": run.step.count,
         "epoch": epoch + 1 if done else epoch,

@@ -10,21 +10,29 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["checkpoint_blocks", "plain_blocks"]
+__all__ = ["checkpoint_blocks", "find_blocks", "plain_blocks"]
 
 
 def checkpoint_blocks(model: nn.Module) -> list[str]:
     """Make `model` keep only its blocks' inputs for the backward pass, in place.
 
-    Blocks are the elements of its outermost Sequentials and ModuleLists that have parts of
-    their own, and Sequentials of bare layers; a long one of those is cut into √n segments (Chen
-    et al. 2016, arXiv:1604.06174). A model with none of them is one block per child. Returns
-    the blocks' names. Results, weights' names and batch norm statistics stay what they were.
+    A long Sequential of bare layers is cut into √n segments (Chen et al. 2016,
+    arXiv:1604.06174). Returns the blocks' names. Results, weights' names and batch norm statistics
+    stay what they were.
     """
-    blocks = dict(_blocks(model, "")) or dict(model.named_children())
+    blocks = find_blocks(model)
     for block in blocks.values():
         block.forward = partial(_forward, block, block.forward)
     return list(blocks)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that a model is made of, by name.
+
+    They are the elements of its outermost Sequentials and ModuleLists that have parts of their
+    own, and Sequentials of bare layers. A model with none of them is one block per child.
+    """
+    return dict(_blocks(model, "")) or dict(model.named_children())
 
 
 def plain_blocks(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from h5feed.train.checkpoint import (
     save_checkpoint,
 )
 from h5feed.train.config import TrainConfig
-from h5feed.train.distributed import World
+from h5feed.train.distributed import World, is_shared
 from h5feed.train.limits import flag
 from h5feed.train.log import BEST, LAST, kept_checkpoints
 
@@ -112,8 +112,11 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
 
 
 def weights_are_finite(net: nn.Module) -> bool:
-    """Whether no weight is NaN or infinite; waits for the device once."""
-    finite = [weight.isfinite().all() for weight in net.state_dict().values()]
+    """Whether no weight (or share of one) here is NaN or infinite; waits for the device once."""
+    here = [
+        weight.to_local() if is_shared(weight) else weight for weight in net.state_dict().values()
+    ]
+    finite = [weight.isfinite().all() for weight in here]
     return bool(torch.stack(finite).all())
 
 

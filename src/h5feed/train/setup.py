@@ -19,7 +19,7 @@ from h5feed.train.checkpoint import RandomState
 from h5feed.train.compiled import check_backend
 from h5feed.train.config import ModelConfig, TrainConfig
 from h5feed.train.data import Data
-from h5feed.train.distributed import World
+from h5feed.train.distributed import World, check_fsdp
 from h5feed.train.ema import Ema
 from h5feed.train.epochs import EpochLoaders, picture_size
 from h5feed.train.models import (
@@ -35,7 +35,7 @@ from h5feed.train.models import (
 )
 from h5feed.train.optim import make_optimizer
 from h5feed.train.precision import make_autocast, make_scaler
-from h5feed.train.recompute import checkpoint_blocks
+from h5feed.train.recompute import checkpoint_blocks, find_blocks
 from h5feed.train.recorder import Recorder
 from h5feed.train.saver import Saver, Signals
 from h5feed.train.schedule import go_to_step, make_schedule
@@ -75,6 +75,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
     """Build everything, at its beginning or, with --resume, where the last checkpoint left it."""
     task = choose_task(config, data)
     _check(config, data, task)
+    check_fsdp(config, world, precision)
     check_backend(config.speed.compile_backend, world.device)
     size_of = partial(picture_size, config.recipe.progressive, data.size, config.epochs)
     loaders = EpochLoaders(data.train_loader, size_of)
@@ -214,10 +215,15 @@ def build_step(
     config: TrainConfig, net: nn.Module, task: Task, world: World, precision: str, total_steps: int
 ) -> TrainStep:
     """Put `net` on its device, and everything around it that moves it."""
-    net = world.synchronize_norms(net, config.distributed).to(world.device)
-    if config.speed.channels_last:
-        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    called = world.wrap(net, config.distributed, parts=config.speed.accumulate)
+    net = world.synchronize_norms(net, config.distributed)
+    if config.distributed.fsdp and world.size > 1:
+        # Not channels_last: fully_shard takes contiguous weights alone.
+        called = net = world.share_out(net, find_blocks(net).values())
+    else:
+        net = net.to(world.device)
+        if config.speed.channels_last:
+            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        called = world.wrap(net, config.distributed, parts=config.speed.accumulate)
     if config.speed.compile != "off":
         called = torch.compile(called, mode=config.speed.compile)  # type: ignore[assignment]
     optimizer = make_optimizer(net, replace(config.optim, lr=config.peak_lr))
