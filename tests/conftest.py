@@ -25,8 +25,8 @@ except ImportError:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of twelve pictures each."""
-    return make_folder(tmp_path / "pictures")
+    """Two classes of twelve images each."""
+    return make_folder(tmp_path / "source_images")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from h5feed.jpeg import MAX_JPEG_SIDE, encode_jpeg, rgb_to_nv12
 from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb, read_file
 from h5feed.packing.options import PackOptions
 from h5feed.packing.resize import Box, fit_image, fit_mask
-from h5feed.packing.sources import DatasetSource, Source
+from h5feed.packing.sources import DatasetSource, FolderSource
 from h5feed.store.layout import FieldSpec
 from h5feed.system import is_out_of_memory
 
@@ -32,7 +32,7 @@ _OF_THE_SYSTEM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS)
 class Job:
     """What every worker knows: where images come from and what they become."""
 
-    source: Source | DatasetSource
+    source: FolderSource | DatasetSource
     specs: tuple[FieldSpec, ...]
     options: PackOptions
 
@@ -177,7 +177,7 @@ def _encode_pixels(job: Job, pixels: Pixels) -> Payload:
 
 
 def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
-    assert isinstance(job.source, Source)
+    assert isinstance(job.source, FolderSource)
     path = job.source.mask_path(index)
     if path is None:
         raise DecodeError("no mask")
@@ -191,7 +191,7 @@ def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
 
 def _original(job: Job, index: int) -> _Item:
     """Return a JPEG file's own bytes, decoded once to know that they can be."""
-    assert isinstance(job.source, Source)
+    assert isinstance(job.source, FolderSource)
     options = job.options
     data = read_file(job.source.path(index), max_pixels=options.max_pixels)
     is_jpeg = data.startswith(_JPEG_MAGIC)

@@ -11,7 +11,7 @@ from h5feed.errors import PackError, UsageError
 from h5feed.jpeg import MAX_JPEG_SIDE
 from h5feed.packing.decode import NOT_AN_IMAGE, TOO_LARGE, DecodeError, read_file, read_size
 from h5feed.packing.options import PackOptions
-from h5feed.packing.sources import DatasetSource, Source
+from h5feed.packing.sources import DatasetSource, FolderSource
 from h5feed.progress import Progress
 from h5feed.store.layout import MAX_ITEM_PIXELS, FieldSpec
 
@@ -40,7 +40,7 @@ _HEAD_BYTES = 64 << 10
 
 
 def stored_size(
-    source: Source | DatasetSource, options: PackOptions, *, progress: bool = False
+    source: FolderSource | DatasetSource, options: PackOptions, *, progress: bool = False
 ) -> tuple[int, int] | None:
     """Return (height, width) in pixels, or None where images keep their own size.
 
@@ -62,7 +62,7 @@ def stored_size(
     return side, side
 
 
-def _short_sides(source: Source | DatasetSource, options: PackOptions) -> Iterator[int]:
+def _short_sides(source: FolderSource | DatasetSource, options: PackOptions) -> Iterator[int]:
     if isinstance(source, DatasetSource):
         for index in _sample(len(source), _SAMPLED_ITEMS):
             try:

@@ -28,7 +28,7 @@ from h5feed.packing.output import (
     versions,
 )
 from h5feed.packing.resize import stored_size
-from h5feed.packing.sources import DatasetSource, Source, open_source
+from h5feed.packing.sources import DatasetSource, FolderSource, open_source
 from h5feed.packing.workers import pack_here, pack_in_processes
 from h5feed.progress import Progress
 from h5feed.store.layout import Encoding, FieldSpec, Fit
@@ -196,7 +196,7 @@ def _is_path(source: Any) -> bool:
     return isinstance(source, str | os.PathLike)
 
 
-def _open(source: Any, options: PackOptions, progress: bool) -> Source | DatasetSource:
+def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | DatasetSource:
     if _is_path(source):
         return open_source(
             source,
@@ -250,7 +250,7 @@ def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> 
     """Return what an earlier run had done, as far as that is really there; or begin anew."""
     source = job.source
     header = Header(
-        source=source.digest(progress=progress) if isinstance(source, Source) else "",
+        source=source.digest(progress=progress) if isinstance(source, FolderSource) else "",
         count=len(source),
         content=job.options.content(),
         versions=versions(),
@@ -328,7 +328,7 @@ def _worker_count(results: Results) -> int:
 
 def _is_kept(results: Results, journal: Journal) -> bool:
     """Whether there is something to resume from: a dataset begins anew each time."""
-    return bool(journal.stop and results.count) and isinstance(results.job.source, Source)
+    return bool(journal.stop and results.count) and isinstance(results.job.source, FolderSource)
 
 
 def _explain(

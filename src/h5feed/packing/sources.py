@@ -23,7 +23,7 @@ from h5feed.progress import Progress
 from h5feed.system import is_out_of_memory
 from h5feed.text import counted
 
-__all__ = ["DatasetSource", "Source", "open_source"]
+__all__ = ["DatasetSource", "FolderSource", "open_source"]
 
 EXTENSIONS = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif",
@@ -38,7 +38,7 @@ _MASK_ENDS = _MASK_EXTENSIONS + tuple(end.upper() for end in _MASK_EXTENSIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source(Table):
+class FolderSource(Table):
     """N images, their labels and, where there are any, their masks."""
 
     root: Path
@@ -90,7 +90,7 @@ def open_source(
     masks: str | os.PathLike[str] | None = None,
     allow_empty: bool = False,
     progress: bool = False,
-) -> Source:
+) -> FolderSource:
     """Find the images of a folder of class folders, a flat folder, or a manifest.
 
     Class folders follow torchvision's ImageFolder to the letter: sorted class names, nested
@@ -111,7 +111,7 @@ def open_source(
         else:
             table = _read_folder(folder, allow_empty=allow_empty, seen=bar.advance)
     columns = {field.name: getattr(table, field.name) for field in fields(table)}
-    source = Source(root=folder, **columns)
+    source = FolderSource(root=folder, **columns)
     if masks is None:
         return source
     with Progress(len(source), "finding masks", show=progress, brief=True) as bar:
@@ -125,7 +125,7 @@ def _check_folder(folder: Path, what: str) -> None:
         raise UsageError(f"{what} {str(folder)!r} is a file: give the folder it lies in")
 
 
-def _with_masks(source: Source, masks: Path, *, seen: Callable[[], None]) -> Source:
+def _with_masks(source: FolderSource, masks: Path, *, seen: Callable[[], None]) -> FolderSource:
     _check_folder(masks, "masks")
     ends = np.empty(len(source), np.uint8)
     for index in range(len(source)):
