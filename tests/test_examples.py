@@ -5,15 +5,26 @@ from importlib import import_module
 
 import pytest
 
+from packed import random_images, write_packed
 from packing.folders import make_folder
 
-MODULES = ["h5feed.disk", "h5feed.packing.options", "h5feed.packing.run"]
+AUGMENT = ["affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline"]
+MODULES = [
+    *(f"h5feed.augment.{name}" for name in AUGMENT),
+    "h5feed.disk",
+    "h5feed.packing.options",
+    "h5feed.packing.run",
+]
 
 
 @pytest.fixture
 def _examples_folder(tmp_path, monkeypatch):
-    """The working folder of examples: `images` has two classes of twelve images each."""
+    """The working folder of examples: `images` has two classes of twelve images each.
+
+    `photos.h5` has twelve images of two classes, 64x64.
+    """
     make_folder(tmp_path / "images")
+    write_packed(tmp_path / "photos.h5", random_images(12, (64, 64)))
     monkeypatch.chdir(tmp_path)
 
 

@@ -191,3 +191,8 @@ def test_arguments_and_defaults_are_torchvisions(op):
     theirs.update(antialias=None) if "antialias" in theirs else None  # the pipeline's
     assert ours == theirs
     assert list(ours) == list(theirs)
+
+
+@pytest.mark.parametrize("op", [*all_ops(), augment.Op, augment.ImageOp, augment.Pipeline])
+def test_its_docstring_has_an_example(op):
+    assert ">>> " in op.__doc__  # tests/test_examples.py runs them

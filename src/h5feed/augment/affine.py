@@ -28,7 +28,15 @@ __all__ = ["RandomAffine"]
 
 @dataclass(frozen=True)
 class RandomAffine(ImageOp):
-    """Rotate, move, scale and shear around the centre; the image keeps its size."""
+    """Rotate, move, scale and shear around the centre; the image keeps its size.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import CenterCrop, RandomAffine
+    >>> ops = [RandomAffine(15, scale=(0.9, 1.1), interpolation="bilinear"), CenterCrop(48)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
+    """
 
     degrees: float | Sequence[float]
     """Rotation, clockwise: a number d for within -d and d, or (min, max)."""

@@ -51,6 +51,13 @@ class ColorJitter(ImageOp):
 
     Each is None, a number d (factors within 1 - d and 1 + d, at least 0; hue: within -d and d)
     or a pair (min, max).
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import ColorJitter, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), ColorJitter(0.4, 0.4, 0.4, hue=0.1)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
     """
 
     brightness: Range = None
@@ -112,7 +119,15 @@ class ColorJitter(ImageOp):
 
 @dataclass(frozen=True)
 class RandomGrayscale(ImageOp):
-    """Take the color out with probability `p`; three equal channels remain."""
+    """Take the color out with probability `p`; three equal channels remain.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import RandomGrayscale, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), RandomGrayscale(p=0.2)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
+    """
 
     p: float = 0.1
     columns: ClassVar[int] = 1
@@ -139,7 +154,15 @@ class RandomGrayscale(ImageOp):
 
 @dataclass(frozen=True)
 class Grayscale(ImageOp):
-    """Take the color out of every image."""
+    """Take the color out of every image.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import CenterCrop, Grayscale
+    >>> ops = [CenterCrop(48), Grayscale()]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 1, 48, 48])
+    """
 
     num_output_channels: Literal[1, 3] = 1
     """3 keeps three equal channels."""
@@ -179,7 +202,15 @@ class Grayscale(ImageOp):
 
 @dataclass(frozen=True)
 class GaussianBlur(ImageOp):
-    """Blur with a Gaussian of random standard deviation."""
+    """Blur with a Gaussian of random standard deviation.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import GaussianBlur, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), GaussianBlur(5, sigma=(0.1, 2))]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
+    """
 
     kernel_size: int | Sequence[int]
     """Taps, odd: a number, or (along x, along y)."""

@@ -43,6 +43,13 @@ class RandomErasing(ImageOp):
     """With probability `p`, paint a rectangle of random area and aspect ratio over.
 
     Before ToDtype its value is a color of 0..255, after it a value of the floats.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import RandomErasing, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), RandomErasing(p=0.25, value=(124, 116, 104))]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
     """
 
     p: float = 0.5

@@ -45,10 +45,12 @@ class ToDtype(Op):
 
     For a model that wants -1..1, put Normalize([0.5], [0.5]) after it.
 
-    >>> loader = H5Loader("photos.h5", augment=[CenterCrop(32), ToDtype(torch.float32, scale=True)])
-    >>> images, labels = next(iter(loader))
-    >>> images.dtype, bool(images.max() <= 1)
-    (torch.float32, True)
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import CenterCrop, Normalize, ToDtype
+    >>> ops = [CenterCrop(48), ToDtype(torch.float16, scale=True), Normalize([0.5], [0.5])]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.dtype, bool(images.min() >= -1), bool(images.max() <= 1)
+    (torch.float16, True, True)
     """
 
     dtype: torch.dtype
@@ -69,7 +71,16 @@ class ToDtype(Op):
 
 @dataclass(frozen=True)
 class Normalize(Op):
-    """Subtract `mean` and divide by `std`, channel by channel; after ToDtype."""
+    """Subtract `mean` and divide by `std`, channel by channel; after ToDtype.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import CenterCrop, Normalize, ToDtype
+    >>> mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's
+    >>> ops = [CenterCrop(48), ToDtype(torch.float32, scale=True), Normalize(mean, std)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.dtype
+    torch.float32
+    """
 
     mean: Sequence[float]
     std: Sequence[float]

@@ -37,7 +37,17 @@ _TRIES = 10  # of torchvision's RandomResizedCrop, before it falls back to the c
 
 
 class AxisOp(Op):
-    """Base of crops, resizes and flips; neighbours fold into one box and one resize per image."""
+    """Base of crops, resizes and flips; neighbours fold into one box and one resize per image.
+
+    >>> from dataclasses import dataclass
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment.geometry import AxisOp
+    >>> @dataclass(frozen=True)
+    ... class HalfTurn(AxisOp):
+    ...     def fold(self, frame, u):
+    ...         frame.flip(x=True, y=True)
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=[HalfTurn()])))
+    """
 
     uniforms: ClassVar[int] = 0
     """How many random numbers an image needs."""
@@ -80,7 +90,15 @@ def _check_resampling(op: Any) -> None:
 
 @dataclass(frozen=True)
 class Resize(AxisOp):
-    """Resize to a fixed (height, width), or the short side to a number with proportions kept."""
+    """Resize to a fixed (height, width), or the short side to a number with proportions kept.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import Resize
+    >>> ops = [Resize((48, 64))]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 64])
+    """
 
     size: int | Sequence[int] | None
     """The short side (a number or a sequence of one), or (height, width), or None: see max_size."""
@@ -143,7 +161,15 @@ class Resize(AxisOp):
 
 @dataclass(frozen=True)
 class CenterCrop(AxisOp):
-    """Cut the centre out; where the image is smaller, black surrounds it."""
+    """Cut the centre out; where the image is smaller, black surrounds it.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import CenterCrop, Resize
+    >>> ops = [Resize(56), CenterCrop(48)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
+    """
 
     size: int | Sequence[int]
     """Output size: a number, or (height, width)."""
@@ -177,7 +203,15 @@ def _middle(extent: Ints, length: int) -> Ints:
 
 @dataclass(frozen=True)
 class RandomCrop(AxisOp):
-    """Cut a box of fixed size out at random, of the image with `padding` around it."""
+    """Cut a box of fixed size out at random, of the image with `padding` around it.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import RandomCrop
+    >>> ops = [RandomCrop(64, padding=8)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 64, 64])
+    """
 
     size: int | Sequence[int]
     """Output size: a number, or (height, width)."""
@@ -240,7 +274,15 @@ class RandomCrop(AxisOp):
 
 @dataclass(frozen=True)
 class RandomResizedCrop(AxisOp):
-    """Crop a box of random area and aspect ratio, and resize it to `size`."""
+    """Crop a box of random area and aspect ratio, and resize it to `size`.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48, scale=(0.25, 1))]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
+    """
 
     size: int | tuple[int, int]
     """Output size: a number, or (height, width)."""
@@ -301,7 +343,15 @@ class RandomResizedCrop(AxisOp):
 
 @dataclass(frozen=True)
 class RandomHorizontalFlip(AxisOp):
-    """Mirror left-right with probability `p`."""
+    """Mirror left-right with probability `p`.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), RandomHorizontalFlip()]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
+    """
 
     p: float = 0.5
     uniforms: ClassVar[int] = 1
@@ -316,7 +366,15 @@ class RandomHorizontalFlip(AxisOp):
 
 @dataclass(frozen=True)
 class RandomVerticalFlip(AxisOp):
-    """Mirror upside-down with probability `p`."""
+    """Mirror upside-down with probability `p`.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import RandomResizedCrop, RandomVerticalFlip
+    >>> ops = [RandomResizedCrop(48), RandomVerticalFlip(p=0.1)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 48, 48])
+    """
 
     p: float = 0.5
     uniforms: ClassVar[int] = 1

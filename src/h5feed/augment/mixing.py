@@ -58,7 +58,15 @@ class MixOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class MixUp(MixOp):
-    """Blend each image with its partner (Zhang et al., arXiv 1710.09412)."""
+    """Blend each image with its partner (Zhang et al., arXiv 1710.09412).
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import MixUp, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), MixUp(alpha=0.2)]
+    >>> images, targets = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> targets.shape  # shares of the two classes
+    torch.Size([4, 2])
+    """
 
     def mixture(
         self, share: float, u_x: float, u_y: float, size: tuple[int, int]
@@ -69,7 +77,15 @@ class MixUp(MixOp):
 
 @dataclass(frozen=True, kw_only=True)
 class CutMix(MixOp):
-    """Put a box of its partner into each image (Yun et al., arXiv 1905.04899)."""
+    """Put a box of its partner into each image (Yun et al., arXiv 1905.04899).
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import CutMix, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), CutMix(alpha=1.0)]
+    >>> images, targets = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> targets.sum(dim=1)
+    tensor([1., 1., 1., 1.])
+    """
 
     def mixture(
         self, share: float, u_x: float, u_y: float, size: tuple[int, int]

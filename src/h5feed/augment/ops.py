@@ -60,6 +60,10 @@ class Op:
     """Base of all ops. An op is a frozen dataclass; it holds arguments and no state.
 
     To write one of your own, see ImageOp.
+
+    >>> from h5feed.augment import RandomCrop
+    >>> RandomCrop(32, padding=4) == RandomCrop(size=32, padding=4)
+    True
     """
 
     def join(self, plan: Plan, position: int) -> None:
@@ -78,6 +82,9 @@ class ImageOp(Op):
     make the same of them. One that changes the size, the geometry or the masks replaces
     `size_after`, `draw`, `cpu`, `mask` and `device`; RandomAffine is an example.
 
+    >>> from dataclasses import dataclass
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import ImageOp, RandomResizedCrop
     >>> @dataclass(frozen=True)
     ... class RandomInvert(ImageOp):
     ...     p: float = 0.5
@@ -93,10 +100,10 @@ class ImageOp(Op):
     ...
     ...     def on_device(self, rows, images):
     ...         return torch.where(rows[:, :, None, None] > 0, 255 - images, images)
-    >>> loader = H5Loader("photos.h5", augment=[RandomResizedCrop(32), RandomInvert(p=0.3)])
-    >>> images, labels = next(iter(loader))
+    >>> ops = [RandomResizedCrop(48), RandomInvert(p=0.3)]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
     >>> images.shape
-    torch.Size([8, 3, 32, 32])
+    torch.Size([4, 3, 48, 48])
     """
 
     uniforms: ClassVar[int] = 0

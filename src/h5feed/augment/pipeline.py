@@ -58,6 +58,12 @@ class Pipeline:
     antialias: True is torchvision's antialiased bilinear, False plain bilinear, "auto" antialiases
     an image whose crop shrinks by more than frame.AUTO_FACTOR. views: how many
     differently drawn outputs each image gives. `bind` first, then `draw` per batch, then a kernel.
+
+    >>> from h5feed.augment import CenterCrop, Pipeline, RandomResizedCrop
+    >>> Pipeline([RandomResizedCrop(224)]).bind((256, 256))
+    (224, 224)
+    >>> Pipeline([CenterCrop(32)]).bind(None)  # stored images may have any size
+    (32, 32)
     """
 
     def __init__(
