@@ -218,7 +218,7 @@ def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | D
 
 def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tuple[Results, int]:
     """Pack and finish; return the results, and how many images an earlier run had done."""
-    done_before = _take_up(paths, job, journal, progress)
+    done_before = _resume_or_begin(paths, job, journal, progress)
     results = Results(job)
     try:
         for block in done_before:
@@ -246,7 +246,9 @@ def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tupl
     return results, resumed
 
 
-def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> list[BlockResult]:
+def _resume_or_begin(
+    paths: OutputPaths, job: Job, journal: Journal, progress: bool
+) -> list[BlockResult]:
     """Return what an earlier run had done, as far as that is really there; or begin anew."""
     source = job.source
     header = Header(
@@ -260,7 +262,7 @@ def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> 
         if done and os.path.lexists(paths.partial):
             del done[intact_blocks(paths, job.specs, done, progress=progress) :]
             journal.cut(done)
-        elif done and not _is_whole(paths, job, done, progress):
+        elif done and not _is_already_out(paths, job, done, progress):
             done = None
     except OSError as ex:
         raise PackError(f"cannot resume from {ex.filename}: {ex.strerror}") from ex
@@ -276,7 +278,9 @@ def _take_up(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> 
     return []
 
 
-def _is_whole(paths: OutputPaths, job: Job, done: Sequence[BlockResult], progress: bool) -> bool:
+def _is_already_out(
+    paths: OutputPaths, job: Job, done: Sequence[BlockResult], progress: bool
+) -> bool:
     """Return whether OUT is what these blocks tell of: the run died after its last rename."""
     if not done or done[-1].stop < len(job.source) or not paths.out.exists():
         return False
