@@ -12,8 +12,16 @@ AUGMENT = ["affine", "color", "erasing", "floats", "geometry", "mixing", "ops", 
 MODULES = [
     *(f"h5feed.augment.{name}" for name in AUGMENT),
     "h5feed.disk",
+    "h5feed.errors",
+    "h5feed.jpeg",
     "h5feed.packing.options",
     "h5feed.packing.run",
+    "h5feed.progress",
+    "h5feed.store.check",
+    "h5feed.store.layout",
+    "h5feed.store.read",
+    "h5feed.system",
+    "h5feed.text",
 ]
 
 

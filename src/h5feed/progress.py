@@ -29,6 +29,11 @@ class Progress:
     `say`, and `note` sets the short text behind the numbers. In a log file or a pipe a line is
     written every few seconds and none when the work is over sooner. `total=None` counts work
     whose end is not known. A `brief` bar appears after a second and is wiped at the end.
+
+    >>> with Progress(1000, "packing") as bar:
+    ...     bar.advance(250)
+    ...     bar.line()
+    'packing: 250 of 1,000, ... img/s, ... s left'
     """
 
     def __init__(

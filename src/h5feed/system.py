@@ -24,7 +24,11 @@ _OUT_OF_MEMORY = (
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Return the cores of the affinity mask, or fewer where a cgroup's quota grants fewer."""
+    """Return the cores of the affinity mask, or fewer where a cgroup's quota grants fewer.
+
+    >>> 1 <= available_cores() <= os.cpu_count()
+    True
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -58,7 +62,11 @@ def available_memory(root: Path = _ROOT) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a device or in the machine."""
+    """Whether `error` says that memory ran out, on a device or in the machine.
+
+    >>> is_out_of_memory(RuntimeError("CUDA out of memory")), is_out_of_memory(ValueError("no"))
+    (True, False)
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
     text = str(error).lower()

@@ -18,6 +18,9 @@ def printable(text: str, most: int | None = None) -> str:
     """Return `text` with line ends, control characters and undecodable bytes escaped.
 
     With `most`, at most so many characters of it.
+
+    >>> printable("a\\nb"), printable("a long name", most=6)
+    ('a\\\\nb', 'a lon…')
     """
     if most is not None and len(text) > most:
         return printable(text[: most - 1]) + "…"
@@ -41,12 +44,20 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Return "1 image", "2,000 images"; `many` where it is not `one` and an s."""
+    """Return the number with its noun; `many` where that is not `one` and an s.
+
+    >>> counted(1, "image"), counted(2000, "image"), counted(0, "class", "classes")
+    ('1 image', '2,000 images', '0 classes')
+    """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def counted_labels(classes: int, targets: Sequence[str]) -> str:
-    """Say what is to be learned: "2 classes", "2 targets (age, height)", "no classes"."""
+    """Say what is to be learned.
+
+    >>> counted_labels(2, ()), counted_labels(0, ("age", "height"))
+    ('2 classes', '2 targets (age, height)')
+    """
     if not targets:
         return counted(classes, "class", "classes") if classes else "no classes"
     names = [printable(name) for name in targets[:_LISTED]] + ["…"] * (len(targets) > _LISTED)

@@ -130,7 +130,7 @@ def pack(
 
     A folder of class folders:
 
-    >>> pack("images", "photos.h5", size=64, num_workers=0).items
+    >>> pack("images", "new.h5", size=64, num_workers=0).items
     24
 
     A dataset, here a list of gray squares and their classes:

@@ -175,7 +175,7 @@ class FieldSpec:
 
 
 def images_spec(encoding: Encoding, height: int, width: int, fit: Fit) -> FieldSpec:
-    """Return what `/images` of these options is; for "original" the rest is left out of account."""
+    """Return the spec of `/images` of these options; sizes and fit are not those of "original"."""
     original = encoding == "original"
     colors = {"raw": "RGB", "yuv420": "YUV BT.601 limited"}
     return FieldSpec(
@@ -191,7 +191,11 @@ def images_spec(encoding: Encoding, height: int, width: int, fit: Fit) -> FieldS
 
 
 def masks_spec(images: FieldSpec) -> FieldSpec:
-    """Return what `/masks` beside these images is."""
+    """Return the spec of `/masks` beside these images.
+
+    >>> masks_spec(images_spec("jpeg", 224, 224, "stretch")).dataset_shape(1000)
+    (1000, 224, 224, 1)
+    """
     return FieldSpec(
         name=MASKS,
         encoding="raw",

@@ -40,6 +40,11 @@ class FileReader:
     Index, mapping and reads come from one descriptor: packing replaces a file by renaming, and
     whoever opens its name twice may get the labels of one and the pixels of another. Closed with
     the object, or by `close`; safe in threads and after a fork.
+
+    >>> with FileReader("photos.h5") as file:
+    ...     item = file.item(file.index.extents["images"], 3)
+    >>> item.shape, item.dtype
+    ((64, 64, 3), dtype('uint8'))
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -144,7 +149,12 @@ class FileReader:
 
 
 def read_index(path: str | os.PathLike[str]) -> FileIndex:
-    """Open, validate and close a packed file; raises what `FileReader` does."""
+    """Open, validate and close a packed file; raises what `FileReader` does.
+
+    >>> index = read_index("photos.h5")
+    >>> len(index), index.classes, index.key(1)
+    (12, ('cat', 'dög'), '1/ü1.png')
+    """
     with FileReader(path) as file:
         return file.index
 
@@ -187,8 +197,15 @@ def _read_error(path: Path, error: Exception, reason: str) -> OSError | None:
 class MappedFile:
     """One file mapped once, read-only: nothing in this process can change what is read here.
 
-    `writable` is for whoever must be handed memory that can be written to. Views stay valid for as
-    long as they exist, also after `MappedFile` itself is gone.
+    `item` gives views of the file's own memory; `writable` gives memory that may be written to.
+    Views stay valid for as long as they exist, also after `MappedFile` itself is gone.
+
+    >>> file = MappedFile("photos.h5")
+    >>> extent = file.index.extents["images"]
+    >>> file.item(extent, 3).flags.writeable, file.writable(extent, 3).flags.writeable
+    (False, True)
+    >>> file.whole(extent).shape
+    (12, 64, 64, 3)
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
