@@ -19,7 +19,7 @@ _LONGEST = 300  # characters of a name
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _CheckOptions:
     """Check every structure and checksum of a packed file; exit status 1 when it is damaged."""
 
     file: tyro.conf.Positional[Path]
@@ -30,10 +30,10 @@ class _Command:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run check-h5; return its exit status."""
-    return run_command(_Command, _check, prog="check-h5", args=args)
+    return run_command(_CheckOptions, _check, prog="check-h5", args=args)
 
 
-def _check(command: _Command) -> int:
+def _check(command: _CheckOptions) -> int:
     bar: Progress | None = None
     with ExitStack() as stack:
 

@@ -26,7 +26,7 @@ _LONGEST_OPTIONS = 2000  # characters of the options of packing
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _ShowOptions:
     """Show what a packed file holds."""
 
     file: tyro.conf.Positional[Path]
@@ -45,10 +45,10 @@ class _Command:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run show-h5; return its exit status."""
-    return run_command(_Command, _show, prog="show-h5", args=args)
+    return run_command(_ShowOptions, _show, prog="show-h5", args=args)
 
 
-def _show(command: _Command) -> None:
+def _show(command: _ShowOptions) -> None:
     _check(command)
     pixels = Pixels([command.file]).reading()
     facts = file_facts(pixels.indexes[0])
@@ -60,7 +60,7 @@ def _show(command: _Command) -> None:
     say(printable_json(facts) if command.json else _as_text(facts, command))
 
 
-def _check(command: _Command) -> None:
+def _check(command: _ShowOptions) -> None:
     for name in ("images", "classes"):
         if (value := getattr(command, name)) < 1:
             raise UsageError(f"{name}={value} is too small: give 1 or more")
@@ -68,7 +68,7 @@ def _check(command: _Command) -> None:
         check_target("--sheet", command.sheet, endings=(".png",), reads=(command.file,))
 
 
-def _write_sheet(command: _Command, path: Path) -> None:
+def _write_sheet(command: _ShowOptions, path: Path) -> None:
     sheet = contact_sheet(command.file, images=command.images)
     with replaced(Path(os.path.realpath(path))) as file:  # a link goes on leading to its file
         sheet.save(file, "PNG")
@@ -79,7 +79,7 @@ def _stats(pixels: Pixels) -> ChannelStats:
         return channel_stats(pixels, progress=progress.advance)
 
 
-def _as_text(facts: dict[str, Any], command: _Command) -> str:
+def _as_text(facts: dict[str, Any], command: _ShowOptions) -> str:
     lines = [
         printable(facts["path"]),
         f"  {counted(facts['items'], 'item')}, "
