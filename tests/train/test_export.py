@@ -1,5 +1,6 @@
 import json
 import sys
+import warnings
 
 import pytest
 import torch
@@ -84,7 +85,9 @@ def test_onnx_gives_the_same_outputs(trained, tmp_path):
     onnx = pytest.importorskip("onnx")
     evaluator = pytest.importorskip("onnx.reference")
     path = tmp_path / "model.onnx"
-    assert main(["export", str(trained), "--to", str(path)]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # torch's, which are none of the user's
+        assert main(["export", str(trained), "--to", str(path)]) == 0
     onnx.checker.check_model(onnx.load(path), full_check=True)
     for count in (1, 5):
         images = make_pictures()[0][:count].contiguous()

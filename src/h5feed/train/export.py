@@ -1,6 +1,7 @@
 """A trained network, back from a checkpoint, and out to other programs."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def export(checkpoint: Path, to: Path, *, size: int = 0) -> Exported:
             if to.suffix == ".pt":
                 torch.save(net.model.state_dict(), file)
             else:
-                _save_program(net, exported, file, onnx=to.suffix == ".onnx")
+                with warnings.catch_warnings():  # torch's, about parts of itself
+                    warnings.simplefilter("ignore", FutureWarning)
+                    _save_program(net, exported, file, onnx=to.suffix == ".onnx")
     except (OSError, H5FeedError):
         raise
     except Exception as ex:  # torch.export raises errors of many kinds
