@@ -1,3 +1,5 @@
+"""Jitter, grayscale, hue and blur: torchvision's, on the CPU and on a device."""
+
 import numpy as np
 import pytest
 import torch
@@ -12,17 +14,32 @@ from augment.judge import (
     planar,
     run,
 )
-from h5feed.augment import ColorJitter, RandomResizedCrop
+from h5feed.augment import (
+    CenterCrop,
+    ColorJitter,
+    GaussianBlur,
+    Grayscale,
+    Pipeline,
+    RandomAffine,
+    RandomGrayscale,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+)
+from h5feed.augment.color import shift_hue, shift_hue_batch
+from h5feed.errors import UsageError
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
 NAMES = ("brightness", "contrast", "saturation", "hue")
+
 ONE = [
     ColorJitter(brightness=0.8),
     ColorJitter(contrast=(0.3, 1.9)),
     ColorJitter(saturation=(0, 2)),
     ColorJitter(hue=0.5),
 ]
+
 ALL = ColorJitter(0.4, 0.4, 0.4, 0.1)
 
 
@@ -97,3 +114,85 @@ def test_what_is_not_asked_for_stays():
     images = make_images(4, 20, 20)
     assert (run([ColorJitter()], images, FakeDraws(range(4)))[2] == images).all()
     assert (run([ColorJitter(0, (1, 1), 0, 0)], images, FakeDraws(range(4)))[2] == images).all()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_gray_is_torchvisions(channels):
+    images = make_images(4, 30, 40)
+    pipeline, params, out = run([Grayscale(channels)], images, FakeDraws(range(4)))
+    op = v2.Grayscale(channels)
+    want = np.stack([op(planar(image)).permute(1, 2, 0).numpy() for image in images])
+    assert pipeline.out_shape == (30, 40, channels)
+    assert_close(out, want, most=1, mean=0.01)
+    assert_close(on_device(pipeline, params, images), out, most=1, mean=0.01)
+
+
+def test_random_grayscale_takes_the_images_below_p():
+    images = make_images(60, 8, 8)
+    pipeline, params, out = run([RandomGrayscale(0.4)], images, FakeDraws(range(60)))
+    gray = run([Grayscale(3)], images, FakeDraws(range(60)))[2]
+    chosen = FakeDraws(range(60)).uniform(0, 1)[:, 0] < 0.4
+    assert 10 < chosen.sum() < 40
+    assert (out == np.where(chosen[:, None, None, None], gray, images)).all()
+    assert_close(on_device(pipeline, params, images), out, most=1, mean=0.01)
+
+
+def test_one_channel_goes_on_through_geometry_and_blur():
+    images = make_images(4, 30, 40)
+    before = [Resize((40, 40)), CenterCrop(44), RandomHorizontalFlip(1)]
+    after = [RandomAffine(20, interpolation="bilinear"), GaussianBlur(3), Resize((20, 22))]
+    ops = [*before, Grayscale(), *after]
+    pipeline, params, out = run(ops, images, FakeDraws(range(4)))
+    assert pipeline.out_shape == (20, 22, 1)
+    three = run([*before, Grayscale(3), *after], images, FakeDraws(range(4)))[2]
+    assert_close(out, three[..., :1], most=1)
+    assert_close(on_device(pipeline, params, images), out)
+
+
+@pytest.mark.parametrize("op", [ColorJitter(0.4), RandomGrayscale(), Grayscale()])
+def test_without_colors_color_ops_are_refused(op):
+    with pytest.raises(UsageError, match=r"works on colors: put it before Grayscale"):
+        Pipeline([Grayscale(), op])
+
+
+functional = pytest.importorskip("torchvision.transforms.v2.functional")
+
+# every level of every channel in every order, grays among them
+COLORS = (
+    np.stack(np.meshgrid(*[np.r_[0:256:15, 1, 254]] * 3, indexing="ij"), axis=-1)
+    .reshape(-1, 20, 3)
+    .astype(np.uint8)
+)
+
+
+@pytest.mark.parametrize("factor", [-0.5, -0.31, -1e-3, 0.0, 0.2, 1 / 3, 0.5])
+def test_hues_turn_as_torchvision_turns_them(factor):
+    want = functional.adjust_hue(planar(COLORS), factor).permute(1, 2, 0)
+    ours = COLORS.copy()
+    shift_hue(ours, factor)
+    assert_close(ours, want, most=1, mean=0.05)
+    images = planar(COLORS)[None].float()
+    made = shift_hue_batch(images, torch.full((1, 1, 1, 1), factor))
+    assert_close(made[0].permute(1, 2, 0).numpy().astype(np.uint8), want, most=1, mean=0.05)
+
+
+@pytest.mark.parametrize("size", [1, 3, (5, 9), 23])
+@pytest.mark.parametrize("sigma", [0.3, 1.7, (0.1, 2.0)])
+def test_blurred_is_torchvisions_borders_included(size, sigma):
+    images = make_images(4, 26, 30)
+    op = GaussianBlur(size, sigma)
+    pipeline, params, out = run([op], images, FakeDraws(range(4)))
+    taps = [size, size] if isinstance(size, int) else list(size)
+    want = [
+        functional.gaussian_blur(planar(image), taps, [s, s]).permute(1, 2, 0).numpy()
+        for image, (s,) in zip(images, params.views[0][1].tolist(), strict=True)
+    ]
+    assert_close(out, np.stack(want), most=1, mean=0.05)
+    assert_close(on_device(pipeline, params, images), out, most=1, mean=0.05)
+
+
+def test_deviations_are_drawn_as_torchvision_draws_them():
+    n = 4000
+    torch.manual_seed(0)
+    made = [v2.GaussianBlur(3).make_params([])["sigma"][0] for _ in range(n)]
+    assert_drawn_alike(GaussianBlur(3).rows(FakeDraws(range(n)).uniform(0, 1))[:, 0], made)

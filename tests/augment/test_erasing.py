@@ -1,3 +1,5 @@
+"""Erasing, and the noise that it paints with."""
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,11 @@ from augment.judge import (
     run,
 )
 from h5feed.augment import Normalize, Pipeline, RandomErasing, ToDtype
+from h5feed.augment.erasing import normal_block, normal_grid
 from h5feed.errors import UsageError
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
+
 functional = pytest.importorskip("torchvision.transforms.v2.functional")
 
 HALF = [ToDtype(torch.float32, scale=True), Normalize([0.5], [0.5])]
@@ -90,3 +94,28 @@ def test_values_that_make_no_sense_where_they_stand_are_refused():
         Pipeline([RandomErasing(value=-1)])
     with pytest.raises(UsageError, match="must be one number, or one for each of 3 channels"):
         Pipeline([RandomErasing(value=(1, 2))])
+
+
+SHAPE = (40, 50, 3)
+
+
+def test_a_block_is_that_part_of_the_whole_and_the_grid_the_same():
+    whole = normal_block(77, SHAPE, 0, 0, 40, 50)
+    assert (normal_block(77, SHAPE, 5, 8, 20, 10) == whole[5:25, 8:18]).all()
+    grid = normal_grid(torch.tensor([77.0, 78.0]).view(2, 1, 1, 1), torch.Size([2, 3, 40, 50]))
+    np.testing.assert_allclose(grid[0].permute(1, 2, 0), whole, atol=1e-4)
+    assert (grid[1] - grid[0]).abs().mean() > 0.5
+
+
+def test_it_is_normal_and_without_pattern():
+    normal = np.random.default_rng(0).standard_normal(20_000)
+    images = np.stack([normal_block(seed, SHAPE, 0, 0, 40, 50) for seed in range(200)])
+    assert_drawn_alike(images.ravel()[:: len(images) * 6000 // 20_000], normal)
+    flat = images.reshape(200, -1)
+    for a, b in [
+        (flat[1:], flat[:-1]),
+        (flat[:, 1:], flat[:, :-1]),
+        (flat[:, 150:], flat[:, :-150]),
+    ]:
+        # uncorrelated: within 4 standard deviations of 0
+        assert abs((a * b).mean()) < 4 / np.sqrt(a.size)
