@@ -21,8 +21,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from _torchvision import ImageFolder, v2
-from h5feed.feed.collate import collate
-from h5feed.feed.dataloader import auto_workers, make_dataloader
+from h5feed.feed.dataloader import auto_workers, collate, make_dataloader
 from h5feed.feed.dataset import H5Dataset
 from h5feed.system import available_cores
 

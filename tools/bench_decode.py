@@ -22,9 +22,9 @@ from h5feed import H5Dataset
 from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.augment.cpu import crop_image
 from h5feed.bench.machine import describe, machine
+from h5feed.feed.files import Pixels
 from h5feed.feed.random import Draws
-from h5feed.feed.schedule import Drawing
-from h5feed.feed.source import Pixels
+from h5feed.feed.sampling import Drawing
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region, read_header
 
 SIDES = (224, 112, 64, 32)

@@ -10,7 +10,7 @@ from h5feed.bench import ceilings, contestants, measure, subjects
 from h5feed.bench.contestants import write_small
 from h5feed.bench.crops import PillowCrop, TensorCrop, draw_box
 from h5feed.bench.options import CompareOptions
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 from images import jpeg_bytes, smooth
 
 COUNT, BATCH, CROP = 20, 4, 16

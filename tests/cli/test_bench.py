@@ -10,7 +10,7 @@ from h5feed import pack
 from h5feed.bench.compare import crop_in_words, settings
 from h5feed.bench.options import CompareOptions
 from h5feed.cli.bench import main
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 from images import jpeg_bytes, smooth
 from loaders import write_kind
 

@@ -9,8 +9,8 @@ import torch
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.feed import loader as loader_module
 from h5feed.feed.device import Copies, CudaLane, HostLane, open_lane
-from h5feed.feed.setup import explain_decoding
-from h5feed.feed.slots import Ring
+from h5feed.feed.memory import Ring
+from h5feed.feed.options import explain_decoding
 from loaders import assert_same, by_index, write_kind
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from h5feed.feed.facts import channel_stats, class_counts, file_facts
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 from h5feed.store import read_index
 from packed import image_spec, random_images, write_packed
 

@@ -1,12 +1,142 @@
+import pickle
 import shutil
 
 import numpy as np
 import pytest
 
-from h5feed.errors import UsageError
-from h5feed.feed.files import expand_paths
-from h5feed.feed.source import Pixels
-from packed import image_spec, random_images, write_packed
+from h5feed.errors import H5FormatError, UsageError
+from h5feed.feed.files import Pixels, expand_paths
+from packed import image_spec, mask_spec, random_images, write_packed
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three files of 4, 1 and 3 items, and the images of all."""
+    images = random_images(8)
+    keys = [f"cat/{i}.png" for i in range(8)]
+    cuts = [(0, 4), (4, 5), (5, 8)]
+    paths = [
+        write_packed(tmp_path / f"s{n}.h5", images[a:b], keys=keys[a:b], labels=np.arange(a, b) % 2)
+        for n, (a, b) in enumerate(cuts)
+    ]
+    return paths, images
+
+
+def test_several_files_are_one_row_of_items(shards):
+    paths, images = shards
+    pixels = Pixels(paths)
+    assert len(pixels) == 8
+    for i, image in enumerate(images):
+        assert np.array_equal(pixels.item("images", i), image)
+    assert [pixels.locate(i) for i in (0, 3, 4, 5, 7)] == [(0, 0), (0, 3), (1, 0), (2, 0), (2, 2)]
+    assert pixels.labels.tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert pixels.keys() == [f"cat/{i}.png" for i in range(8)] == list(map(pixels.key, range(8)))
+    assert pixels.stored_shapes.tolist() == [[32, 32]] * 8
+    assert pixels.source_shapes.shape == (8, 2)
+
+
+def test_it_pickles_as_paths_and_opens_the_same_items(shards):
+    paths, images = shards
+    pixels = Pixels(paths)
+    pickled = pickle.dumps(pixels)
+    assert len(pickled) < 1000
+    again = pickle.loads(pickled)
+    assert again.fingerprint == pixels.fingerprint
+    assert np.array_equal(again.item("images", 6), images[6])
+
+
+def test_the_size_of_a_pickle_does_not_grow_with_items(tmp_path):
+    path = write_packed(tmp_path / "n.h5", random_images(100_000, (1, 1)))
+    pixels = Pixels([path])
+    assert len(pixels) == 100_000
+    assert len(pickle.dumps(pixels)) < 10_000
+
+
+def test_a_file_that_changed_is_refused_when_unpickled(tmp_path):
+    path = write_packed(tmp_path / "a.h5", random_images(4, seed=1))
+    pickled = pickle.dumps(Pixels([path]))
+    write_packed(tmp_path / "a.h5", random_images(4, seed=2))
+    with pytest.raises(H5FormatError, match=r"a\.h5: the file has changed .* open it again"):
+        pickle.loads(pickled)
+
+
+def test_one_fingerprint_for_all_files_together(shards):
+    paths, _ = shards
+    one, two = Pixels(paths[:1]), Pixels(paths[:2])
+    assert one.fingerprint != two.fingerprint
+    assert two.fingerprint == Pixels(paths[:2]).fingerprint
+    assert two.fingerprint != Pixels([paths[1], paths[0]]).fingerprint
+
+
+def test_what_is_read_here_cannot_be_written_to(shards):
+    pixels = Pixels(shards[0])
+    with pytest.raises(ValueError, match="read-only"):
+        pixels.item("images", 6)[:] = 0
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        pixels.item("images", 6).flags.writeable = True
+
+
+def test_writable_items_of_several_files(shards):
+    paths, images = shards
+    pixels = Pixels(paths)
+    for index, image in enumerate(images):
+        item = pixels.writable("images", index)
+        assert np.array_equal(item, image)
+        item[:] = 0
+        assert np.array_equal(pixels.item("images", index), image)
+
+
+def announced(pixels, indices):
+    """The (file, start, length) that `announce` tells the kernel, and what it returns."""
+    told = []
+    for number, mapping in enumerate(pixels._mappings):
+        mapping.announce = lambda start, length, n=number: told.append((n, start, length))
+    return told, pixels.announce(indices)
+
+
+def test_neighbors_are_announced_together_in_the_order_of_need(shards):
+    pixels = Pixels(shards[0])
+    start = [index.extents["images"].start for index in pixels.indexes]
+    size = 32 * 32 * 3
+    told, total = announced(pixels, [5, 6, 2, 3, 4, 0])
+    assert told == [
+        (2, start[2], 2 * size),
+        (0, start[0] + 2 * size, 2 * size),
+        (1, start[1], size),
+        (0, start[0], size),
+    ]
+    assert total == 6 * size
+
+
+def test_an_item_needed_twice_is_not_a_range_backwards(shards):
+    told, total = announced(Pixels(shards[0]), [1, 1, 0])
+    assert [length for _, _, length in told] == [3072, 3072]
+    assert total == 2 * 3072
+    assert announced(Pixels(shards[0]), []) == ([], 0)
+
+
+def test_items_with_masks_and_of_their_own_size(tmp_path):
+    shapes = np.int32([[8, 12], [10, 8], [8, 8]])
+    images = [np.full((h, w, 3), i, np.uint8) for i, (h, w) in enumerate(shapes)]
+    path = write_packed(
+        tmp_path / "k.h5", images, spec=image_spec(size=(8, 8), fit="keep"), stored_shapes=shapes
+    )
+    pixels = Pixels([path])
+    assert pixels.stored_shapes.tolist() == shapes.tolist()
+    assert pixels.item_bytes([2, 0]).tolist() == [8 * 8 * 3, 8 * 12 * 3]
+    assert np.array_equal(pixels.item("images", 1), images[1])
+    with pytest.raises(UsageError, match="not one array of one size"):
+        pixels.whole("images")
+
+    masks = [np.full((32, 32, 1), i, np.uint8) for i in range(3)]
+    path = write_packed(tmp_path / "m.h5", random_images(3), masks=masks)
+    pixels = Pixels([path])
+    assert pixels.specs["masks"] == mask_spec((32, 32))
+    assert pixels.item_bytes([1]).tolist() == [32 * 32 * 4]
+    assert np.array_equal(pixels.item("masks", 2), masks[2])
+    told, total = announced(pixels, [0])
+    assert len(told) == 2
+    assert total == 32 * 32 * 4
 
 
 def test_paths_by_pattern_come_sorted_and_a_literal_name_wins(tmp_path):

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
-from h5feed.feed import resident
-from h5feed.feed.device import HostLane
-from h5feed.feed.residency import choose_residency
+from h5feed.feed import device
+from h5feed.feed.device import HostLane, choose_residency
 from loaders import assert_same, by_index, write_kind
 from packed import random_images, write_packed
 
@@ -96,7 +95,7 @@ def test_images_that_do_not_divide_into_words(tmp_path):
 
 
 def test_a_copy_in_pieces_is_whole(ds, monkeypatch):
-    monkeypatch.setattr(resident, "_PIECE", 1000)
+    monkeypatch.setattr(device, "_PIECE", 1000)
     assert_equal(passes(ds, residency="device"), passes(ds))
 
 
@@ -128,7 +127,7 @@ def test_loaders_over_one_file_share_the_images(ds):
     list(one)
     del one, other
     gc.collect()
-    assert not resident._SHARED
+    assert not device._SHARED
 
 
 def test_nothing_is_left_for_threads_and_slots(ds):
@@ -234,7 +233,7 @@ def test_auto_streams_what_then_finds_no_room(ds, monkeypatch, mode):
     expected = passes(ds, augment_on="auto")
     monkeypatch.setattr(HostLane, "reserve", reserve)
     monkeypatch.setattr(
-        resident, "choose_residency", lambda asked, *_, **__: (mode, "as good as any")
+        device, "choose_residency", lambda asked, *_, **__: (mode, "as good as any")
     )
     with make(ds, residency="auto", augment_on="auto") as loader:
         stats = loader.stats()

@@ -44,7 +44,7 @@ def test_the_plan_shows_its_evidence():
 
 
 def test_tune_measures_the_real_loader_within_the_cores_there_are(ds, monkeypatch):
-    monkeypatch.setattr("h5feed.feed.setup.available_cores", lambda: 3)
+    monkeypatch.setattr("h5feed.feed.options.available_cores", lambda: 3)
     plan = tune(ds, 4, seconds=0.2, augment=(augment.RandomResizedCrop(16),), views=2)
     tried = [(row.num_workers, row.prefetch) for row in plan.evidence]
     assert tried == [(t, p) for t in (1, 2, 3) for p in (2, 4)]

@@ -7,8 +7,8 @@ pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 import torch
 
 from h5feed import augment
+from h5feed.feed.files import Pixels
 from h5feed.feed.random import Draws
-from h5feed.feed.source import Pixels
 from h5feed.interop.dali._library import dali, types
 from h5feed.interop.dali.carried import make_steps
 from h5feed.interop.dali.parts import Box

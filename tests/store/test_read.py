@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from feed.test_ahead import drop_from_memory
+from feed.test_readahead import drop_from_memory
 from h5feed.errors import H5FormatError
 from h5feed.store import FileReader, MappedFile, read
 from loaders import wait_until

@@ -13,8 +13,7 @@ import torch
 from h5feed.augment import Op, Pipeline
 from h5feed.feed import H5Dataset
 from h5feed.feed.order import FullShuffle
-from h5feed.feed.schedule import Drawing, Schedule
-from h5feed.feed.steps import Steps
+from h5feed.feed.sampling import Drawing, Schedule, Steps
 
 __all__ = ["DaliFiles", "NvJpeg"]
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from h5feed.bench import cache
 from h5feed.bench.crops import Box, draw_box
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region
 
 __all__ = ["Gather", "Kernel", "RegionKernel", "disk_rate"]

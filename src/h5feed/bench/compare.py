@@ -16,7 +16,7 @@ from h5feed.bench.options import CompareOptions, stored_side
 from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
 from h5feed.bench.rounds import run
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 from h5feed.system import available_cores
 
 __all__ = ["compare", "crop_in_words", "facts", "report_of", "settings"]

@@ -20,7 +20,7 @@ from h5feed.bench.measure import Expectation
 from h5feed.bench.options import CompareOptions
 from h5feed.bench.rounds import Entry
 from h5feed.errors import UsageError
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 
 __all__ = ["Contestant", "contestants", "entries"]
 

@@ -11,7 +11,7 @@ import torch
 from h5feed.bench.report import SMOKE_BATCHES
 from h5feed.bench.rounds import LONGEST_WINDOW, Schedule
 from h5feed.errors import UsageError
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 
 __all__ = ["CompareOptions", "stored_side"]
 

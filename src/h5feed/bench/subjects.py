@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from h5feed import H5Dataset, augment, make_dataloader
 from h5feed.bench.crops import PillowCrop, TensorCrop
+from h5feed.feed.files import Pixels
 from h5feed.feed.loader import H5Loader
-from h5feed.feed.setup import AugmentOn
-from h5feed.feed.source import Pixels
+from h5feed.feed.options import AugmentOn
 from h5feed.jpeg import encode_jpeg
 
 __all__ = [

@@ -31,7 +31,7 @@ from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
 from h5feed.bench.rounds import run
 from h5feed.errors import UsageError
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
 from h5feed.packing.run import pack
 from h5feed.store.read import read_index
 

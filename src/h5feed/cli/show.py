@@ -13,8 +13,8 @@ from h5feed.cli._common import check_target, run_command
 from h5feed.disk import replaced
 from h5feed.errors import UsageError
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
+from h5feed.feed.files import Pixels
 from h5feed.feed.sheet import contact_sheet
-from h5feed.feed.source import Pixels
 from h5feed.progress import Progress
 from h5feed.text import counted, counted_labels, printable, printable_json, say
 

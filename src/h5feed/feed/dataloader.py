@@ -1,26 +1,79 @@
 """`make_dataloader`: a stock torch DataLoader set up right, for arbitrary Python transforms."""
 
+from __future__ import annotations
+
 import operator
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import cv2
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from h5feed.errors import UsageError
-from h5feed.feed.collate import collate
 from h5feed.feed.dataset import H5Dataset
 from h5feed.system import available_cores
 
-__all__ = ["auto_workers", "make_dataloader"]
+__all__ = [
+    "auto_workers",
+    "collate",
+    "make_dataloader",
+]
 
 WorkerInit = Callable[[int], None]
+
+
+def collate(samples: list[Any]) -> Any:
+    """Return what `default_collate` returns; images in channels_last memory are stacked as such.
+
+    H5Dataset's images lie in memory as (H, W, C). Stacking their (C, H, W) views gathers every
+    plane byte by byte; stacking (H, W, C) and permuting the batch copies whole images, and the
+    batch is channels_last, which is what convolutions want (`tools/bench_dataset.py collate`).
+    Everything but such images goes to `default_collate` as it is.
+
+    Raises UsageError where the images of a batch differ in size.
+    """
+    if type(samples[0]) is not tuple:
+        return default_collate(samples)
+    return [_stack(column) for column in zip(*samples, strict=True)]
+
+
+def _stack(column: Sequence[Any]) -> Any:
+    """Make one part of a batch: all its images, or all its labels."""
+    first = column[0]
+    if isinstance(first, Tensor):
+        return _stack_images(column)
+    if isinstance(first, np.ndarray) and first.ndim:
+        # Over read-only arrays, as output="numpy" gives them, default_collate warns.
+        return torch.from_numpy(np.stack(column))
+    return default_collate(list(column))
+
+
+def _stack_images(images: Sequence[Tensor]) -> Tensor:
+    _check_sizes(images)
+    first = images[0]
+    if first.dim() == 3 and first.permute(1, 2, 0).is_contiguous():
+        batch: Tensor = default_collate([image.permute(1, 2, 0) for image in images])
+        return batch.permute(0, 3, 1, 2)
+    stacked: Tensor = default_collate(list(images))
+    return stacked
+
+
+def _check_sizes(images: Sequence[Tensor]) -> None:
+    sizes = {tuple(image.shape) for image in images}
+    if len(sizes) > 1:
+        raise UsageError(
+            f"images of one batch have {len(sizes)} different sizes, among them "
+            f"{' and '.join(map(str, sorted(sizes)[:2]))}; give the dataset a transform that "
+            "ends in one size, such as RandomResizedCrop(224), or use batch_size=1"
+        )
 
 
 def make_dataloader(

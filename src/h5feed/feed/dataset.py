@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from h5feed.errors import UsageError
-from h5feed.feed.files import FilePath, expand_paths
+from h5feed.feed.files import FilePath, Pixels, expand_paths
 from h5feed.feed.image import (
     Aspect,
     Output,
@@ -19,8 +19,7 @@ from h5feed.feed.image import (
     image_reader,
     in_dtype,
 )
-from h5feed.feed.source import Pixels
-from h5feed.feed.whole import check_whole
+from h5feed.feed.options import check_whole
 from h5feed.jpeg import MAX_PIXELS
 
 __all__ = ["H5Dataset"]

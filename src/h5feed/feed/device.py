@@ -1,23 +1,55 @@
-"""Where batches go once their bytes are in memory: nowhere further, or to a CUDA device.
+"""Where batches go: nowhere further, or to a CUDA device; and images that lie there.
 
 All knowledge of streams and events is behind `Lane`, so that the loader reads the same for both.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from h5feed.augment.cpu import readable
 from h5feed.errors import UsageError
-from h5feed.feed.pagelock import PageLocked
-from h5feed.feed.slots import Slot
+from h5feed.feed.files import Pixels
+from h5feed.feed.memory import PageLocked, Slot
+from h5feed.system import available_memory
 
-__all__ = ["Copies", "CudaLane", "HostLane", "Lane", "open_lane"]
+__all__ = [
+    "Copies",
+    "CudaLane",
+    "HostLane",
+    "Lane",
+    "Residency",
+    "Resident",
+    "choose_residency",
+    "choose_resident",
+    "open_lane",
+    "reside",
+]
+
+
+Ticket = Any
+"""What `close` returned for a batch; `receive` takes it."""
+
+Residency = Literal["stream", "device", "pinned", "auto"]
+
+_OF_DEVICE = 0.25  # of its free memory: the model and its activations come later
+_OF_HOST = 0.5  # of the memory that is free: page-locked pages can't be given to anyone else
+
+_PIECE = 64 << 20  # bytes copied at a time: what is in flight beside the set itself
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+_LOCK = threading.Lock()
+_SHARED: weakref.WeakValueDictionary[tuple[str, str, bool], Resident] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class Event(Protocol):
@@ -26,10 +58,6 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether it has."""
         ...
-
-
-Ticket = Any
-"""What `close` returned for a batch; `receive` takes it."""
 
 
 class Lane(Protocol):
@@ -206,3 +234,142 @@ def open_lane(device: str | torch.device) -> Lane:
     if not torch.cuda.is_available():
         raise UsageError(f"device={str(device)!r}, but this torch sees no CUDA device")
     return CudaLane(wanted)
+
+
+def choose_residency(
+    asked: Residency,
+    pixels: Pixels,
+    lane: Lane,
+    *,
+    augment_on: str,
+    free_host: Callable[[], int | None] = available_memory,
+) -> tuple[Residency, str]:
+    """Return "stream", "device" or "pinned", and why.
+
+    Raises UsageError for what is none of them, or cannot be with these files or `augment_on`.
+    """
+    if asked not in get_args(Residency):
+        raise UsageError(f"residency={asked!r} is none of {', '.join(get_args(Residency))}")
+    if asked == "stream":
+        return asked, "as asked"
+    obstacle = _obstacle(pixels, augment_on)
+    if asked != "auto":
+        if obstacle is not None:
+            raise UsageError(f'residency="{asked}": {obstacle[0]}; {obstacle[1]}')
+        return asked, "as asked"
+    if obstacle is not None:
+        return "stream", obstacle[0]
+    if lane.device.type == "cpu":
+        return "stream", "batches stay on the CPU"
+    return _by_size(pixels, lane, free_host() or 0)
+
+
+def _obstacle(pixels: Pixels, augment_on: str) -> tuple[str, str] | None:
+    """Return why a device cannot gather these images, and what to do; None if it can."""
+    spec = pixels.specs["images"]
+    if not spec.is_fixed:
+        return (
+            f"a device gathers images of one size in bytes, and store={spec.encoding}, "
+            f"fit={spec.fit} has many",
+            'pack with --store raw or yuv420 and a --fit other than keep, or use residency="stream"'
+            + (" (DaliLoader decodes JPEG on a GPU)" if spec.is_encoded else ""),
+        )
+    if augment_on == "cpu":
+        return (
+            'augment_on="cpu" needs the images in the loader\'s threads',
+            'leave augment_on out, or use residency="stream"',
+        )
+    return None
+
+
+def _by_size(pixels: Pixels, lane: Lane, host: int) -> tuple[Residency, str]:
+    size = len(pixels) * pixels.specs["images"].item_bytes
+    free = lane.free_bytes()
+    if size <= _OF_DEVICE * free:
+        return "device", f"{_gb(size)} of {_gb(free)} that are free on {lane.device}"
+    copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process keeps its own
+    wanted = size * copies
+    each = f" in each of {copies} processes" if copies > 1 else ""
+    if wanted <= _OF_HOST * host:
+        return "pinned", f"{_gb(size)}{each}: too much for {lane.device}, but not for the host"
+    return "stream", f"{_gb(size)}{each}: too much for {lane.device} and for the host's memory"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+class Resident:
+    """The images of all files, copied once; UsageError where there is no room for them.
+
+    Args:
+        pixels: what to copy; its images have one size in bytes.
+        lane: to the device that gathers.
+        pinned: keep them in page-locked memory, from which the device reads; else on the device.
+
+    """
+
+    def __init__(self, pixels: Pixels, lane: Lane, *, pinned: bool) -> None:
+        spec = pixels.specs["images"]
+        self._shape = spec.item_shape(spec.height, spec.width)
+        self.nbytes = len(pixels) * spec.item_bytes
+        """Bytes taken."""
+        written, read = lane.reserve(self.nbytes, pinned=pinned)
+        _copy(pixels, written)
+        # In wide words: the device moves them with a fraction of the instructions, and over the
+        # bus in requests of full size.
+        word = next(w for w in _WORDS if spec.item_bytes % w.itemsize == 0)
+        self._rows = read.view(word).view(len(pixels), spec.item_bytes // word.itemsize)
+
+    def gather(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return items `indices`, int64 (B,) on the device, as stored: uint8 (B, H, W, 3) or NV12.
+
+        The present stream does it; the host waits for nothing.
+        """
+        made = self._rows.index_select(0, indices)
+        if self._rows.is_cuda:  # its memory must outlive what this stream reads of it
+            self._rows.record_stream(torch.cuda.current_stream(self._rows.device))
+        return made.view(torch.uint8).view(len(indices), *self._shape)
+
+
+def reside(pixels: Pixels, lane: Lane, *, pinned: bool) -> Resident:
+    """Return the images of `pixels` for `lane`'s device: those that another loader has, if any.
+
+    A loader for training and one for scoring over parts of one file share them.
+    """
+    key = (pixels.fingerprint, str(lane.device), pinned)
+    with _LOCK:
+        found = _SHARED.get(key)
+        if found is None:
+            found = _SHARED[key] = Resident(pixels, lane, pinned=pinned)
+        return found
+
+
+def choose_resident(
+    asked: Residency, pixels: Pixels, lane: Lane, *, augment_on: str
+) -> tuple[Residency, str, Resident | None]:
+    """Return where the images lie, why, and what gathers them where a device does.
+
+    What `choose_residency` says; but "auto" streams what there turns out to be no room for, or
+    what the system does not lock.
+    """
+    mode, why = choose_residency(asked, pixels, lane, augment_on=augment_on)
+    if mode == "stream":
+        return mode, why, None
+    try:
+        return mode, why, reside(pixels, lane, pinned=mode == "pinned")
+    except UsageError as ex:
+        if asked != "auto":
+            raise
+        return "stream", str(ex).partition(";")[0], None
+
+
+def _copy(pixels: Pixels, written: torch.Tensor) -> None:
+    """Copy the images of all files, one after another, into uint8 (bytes,)."""
+    at = 0
+    for file in pixels.wholes("images"):
+        source = readable(file.reshape(-1))
+        for begin in range(0, len(source), _PIECE):
+            piece = source[begin : begin + _PIECE]
+            written[at : at + len(piece)].copy_(piece)
+            at += len(piece)

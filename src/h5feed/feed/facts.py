@@ -8,8 +8,8 @@ from typing import Any
 import cv2
 import numpy as np
 
+from h5feed.feed.files import Pixels
 from h5feed.feed.image import image_reader
-from h5feed.feed.source import Pixels
 from h5feed.store import FileIndex
 from h5feed.system import available_cores
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from h5feed.augment.frame import Shapes
 from h5feed.errors import H5FormatError, UsageError
-from h5feed.feed.source import BYTES_CHANGED, Pixels
+from h5feed.feed.files import BYTES_CHANGED, Pixels
 from h5feed.jpeg import (
     Box,
     JpegHeader,

@@ -3,42 +3,201 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 
 from h5feed.augment import Op
-from h5feed.feed.ahead import Ahead
-from h5feed.feed.arrange import Shuffle
-from h5feed.feed.base import PackedLoader
+from h5feed.errors import UsageError
+from h5feed.feed.batch import Recipe
 from h5feed.feed.dataset import H5Dataset
-from h5feed.feed.device import open_lane
-from h5feed.feed.pool import Pool
-from h5feed.feed.recipe import OnError, Recipe
-from h5feed.feed.residency import Residency
-from h5feed.feed.resident import choose_resident
-from h5feed.feed.run import Counts, Run
-from h5feed.feed.schedule import Schedule
-from h5feed.feed.setup import (
+from h5feed.feed.device import Residency, choose_resident, open_lane
+from h5feed.feed.iterator import Counts, Cursor, Epoch, Run
+from h5feed.feed.memory import check_room
+from h5feed.feed.options import (
     AugmentOn,
     Io,
-    check_arguments,
+    OnError,
+    Shuffle,
+    Tail,
+    block_length,
     check_choices,
+    check_ranks,
+    check_whole,
     choose_pipeline,
     choose_pixels,
+    choose_ranks,
     choose_workers,
     compile_ops,
     explain_decoding,
     leave_cores_to_loader,
 )
-from h5feed.feed.slots import check_room
-from h5feed.feed.steps import Tail
-from h5feed.feed.work import Epoch
+from h5feed.feed.order import Order
+from h5feed.feed.readahead import Ahead
+from h5feed.feed.sampling import Arrangement, Schedule, Steps
+from h5feed.feed.workers import Pool
 
-__all__ = ["H5Loader"]
+__all__ = [
+    "H5Loader",
+    "PackedLoader",
+    "State",
+    "check_arguments",
+    "check_place",
+    "read_state",
+]
+
+Loader = TypeVar("Loader", bound="PackedLoader")
+
+_VERSION = 1
+
+
+class PackedLoader(ABC):
+    """Base: order, ranks, epochs and state. Subclasses make the batches of a pass.
+
+    Args are those of H5Loader.
+    """
+
+    def __init__(
+        self,
+        ds: H5Dataset,
+        batch_size: int,
+        *,
+        shuffle: Shuffle,
+        drop_last: bool,
+        tail: Tail,
+        seed: int,
+        rank: int | None,
+        world_size: int | None,
+        sampler: Sampler[int] | None,
+        indices: Sequence[int] | None,
+        block: int | None,
+        window: int,
+    ) -> None:
+        check_whole(None, seed=seed)
+        self.dataset = ds
+        self.batch_size = batch_size
+        self.seed = seed
+        self.drop_last = drop_last
+        self._tail: Tail = tail
+        check_ranks(rank, world_size)
+        self._given_ranks = rank, world_size
+        self._arrangement = Arrangement(
+            len(ds),
+            shuffle=shuffle,
+            sampler=sampler,
+            indices=indices,
+            block=block_length(ds.pixels) if block is None else block,
+            window=window,
+        )
+        self._cursor = Cursor(epoch=0)
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among those that share an epoch, as it is now."""
+        return choose_ranks(*self._given_ranks)[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many processes share an epoch, as it is now."""
+        return choose_ranks(*self._given_ranks)[1]
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch, on every rank the same."""
+        return len(self._steps(0))
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass; it makes batches ahead as soon as it exists."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what makes the batches."""
+
+    def __enter__(self: Loader) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`, from where a loaded state left it, or whole.
+
+        Raises UsageError for what is no whole number of at least 0.
+        """
+        check_whole(0, epoch=epoch)
+        if epoch != self._cursor.epoch or self._cursor.begun:
+            self._cursor = Cursor(epoch)
+        self._cursor.named = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the latest pass stands: what it delivered, not what it made ahead."""
+        return asdict(
+            State(
+                fingerprint=self.dataset.pixels.fingerprint,
+                order=self._arrangement.kind,
+                listed=self._cursor.listed,
+                seed=self.seed,
+                epoch=self._cursor.epoch,
+                consumed=self._cursor.consumed,
+            )
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next pass deliver exactly what was left, at any batch and world size.
+
+        Where nothing was left, as with a state taken in the last batch's loop body, it is the next
+        epoch, unless `set_epoch` names that one: then it is an empty pass.
+
+        Takes the state's seed. Raises UsageError for what is no state, for one of other data or
+        of another order, and for one that stands outside its epoch.
+        """
+        found = read_state(
+            state, fingerprint=self.dataset.pixels.fingerprint, order=self._arrangement.kind
+        )
+        check_place(found, self._arrangement.samples(found.epoch))
+        self.seed = found.seed
+        self._cursor = Cursor(found.epoch, found.consumed, found.listed)
+
+    def _begin(self) -> tuple[Cursor, Order, Steps]:
+        """Go to where the next pass begins; return that, with its order and what is left of it."""
+        cursor = replace(self._cursor)
+        if cursor.begun or self._is_over(cursor):
+            cursor = Cursor(cursor.epoch + 1)
+        order = self._arrangement.order(self.seed, cursor.epoch)
+        self._check_listed(cursor, self._arrangement.listed(order))
+        self._cursor = cursor
+        return cursor, order, self._steps(cursor.consumed)
+
+    def _is_over(self, cursor: Cursor) -> bool:
+        """Whether a loaded state left nothing of its epoch, which nobody asked for by name."""
+        if cursor.named or cursor.consumed == 0:
+            return False
+        self._arrangement.samples(cursor.epoch)  # a sampler's length may depend on the epoch
+        return len(self._steps(cursor.consumed)) == 0
+
+    def _steps(self, start: int) -> Steps:
+        rank, world_size = choose_ranks(*self._given_ranks)
+        return Steps(
+            samples=len(self._arrangement),
+            batch_size=self.batch_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=self.drop_last,
+            tail=self._tail,
+            start=start,
+        )
+
+    def _check_listed(self, cursor: Cursor, listed: int) -> None:
+        if cursor.listed and cursor.listed != listed:
+            raise UsageError(
+                "sampler gave another order than in the pass that is to be gone on with; put its "
+                "generator into the state it had then, or leave its generator out"
+            )
+        cursor.listed = listed
 
 
 class H5Loader(PackedLoader):
@@ -247,3 +406,79 @@ class H5Loader(PackedLoader):
             "compiled": self._compiled is not None and self._compiled.error is None,
             **self._reasons,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is written: plain ints and strings, so that any checkpoint holds it."""
+
+    version: int = _VERSION
+    fingerprint: str
+    """Of the data, all files together."""
+    order: str
+    """Arrangement.kind."""
+    listed: int
+    """CRC-32 of what a sampler gave, where there is one."""
+    seed: int
+    epoch: int
+    consumed: int
+    """Positions of the epoch delivered to all ranks together."""
+
+
+def read_state(state: Mapping[str, Any], *, fingerprint: str, order: str) -> State:
+    """Return `state` checked; UsageError where it is none, or belongs to other data or order."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"state={state!r} is no state of H5Loader; pass what state_dict() gave")
+    kinds = {field.name: field.type for field in fields(State)}
+    wrong = [k for k, kind in kinds.items() if type(state.get(k)).__name__ != kind]
+    if wrong or state["version"] != _VERSION:
+        raise UsageError(
+            f"state={state!r} is no state of H5Loader, version {_VERSION} "
+            f"({', '.join(wrong) or 'version'} is missing or wrong); pass what state_dict() gave"
+        )
+    found = State(**{name: state[name] for name in kinds})
+    if found.fingerprint != fingerprint:
+        raise UsageError(
+            f"the state belongs to other data: its fingerprint is {found.fingerprint[:12]}…, that "
+            f"of this loader's is {fingerprint[:12]}…; open the files it was made with"
+        )
+    if found.order != order:
+        raise UsageError(
+            f"the state belongs to the order {found.order!r}, this loader has {order!r}; give it "
+            "the same shuffle, block, window, indices and sampler"
+        )
+    return found
+
+
+def check_place(state: State, samples: int) -> None:
+    """Raise UsageError where `state` stands before or behind an epoch of so many samples."""
+    if state.epoch < 0:
+        raise UsageError(
+            f"state has epoch={state.epoch}, and epochs count from 0; pass what state_dict() gave"
+        )
+    if not 0 <= state.consumed <= samples:
+        raise UsageError(
+            f"state has consumed={state.consumed}, and an epoch has {samples} samples; pass what "
+            "state_dict() gave, to a loader with the same sampler"
+        )
+
+
+def check_arguments(ds: Any, **numbers: Any) -> None:
+    """Refuse a dataset that is none of ours or asks for what no loader does, and counts below 1."""
+    if not isinstance(ds, H5Dataset):
+        raise UsageError(
+            f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader (for a part "
+            "of an H5Dataset give H5Loader the whole and indices=)"
+        )
+    if ds.transform is not None:
+        raise UsageError(
+            f"ds.transform={ds.transform!r} would have to run in Python for every image: give "
+            "H5Loader ops of h5feed.augment instead, or use make_dataloader"
+        )
+    if ds.output != "tensor" or ds.aspect != "stored":
+        raise UsageError(
+            f"ds has output={ds.output!r} and aspect={ds.aspect!r}, and H5Loader makes tensors of "
+            "the images as they are stored; its crops are drawn in the source's proportions and "
+            "undo fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
+        )
+    check_whole(1, **numbers)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from h5feed.errors import UsageError
+from h5feed.feed.files import Pixels
 from h5feed.feed.image import check_max_pixels, image_reader
-from h5feed.feed.source import Pixels
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.text import printable
 

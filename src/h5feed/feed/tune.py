@@ -12,7 +12,7 @@ import torch
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.loader import H5Loader
-from h5feed.feed.setup import choose_workers
+from h5feed.feed.options import choose_workers
 
 __all__ = ["Measured", "Plan", "tune"]
 

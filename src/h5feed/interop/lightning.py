@@ -7,7 +7,7 @@ from h5feed.augment import Op
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.files import FilePath
 from h5feed.feed.loader import H5Loader
-from h5feed.feed.setup import AugmentOn
+from h5feed.feed.options import AugmentOn
 from h5feed.optional import require
 
 __all__ = ["H5DataModule"]

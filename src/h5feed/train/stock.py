@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from h5feed.feed.collate import collate
+from h5feed.feed.dataloader import collate
 from h5feed.feed.order import FullShuffle
 from h5feed.feed.random import hash_ints
-from h5feed.feed.steps import Steps
+from h5feed.feed.sampling import Steps
 from h5feed.system import available_cores
 from h5feed.train.config import DataConfig
 from h5feed.train.distributed import World

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from h5feed.augment import Pipeline
-from h5feed.feed.collate import transform_targets
-from h5feed.feed.source import Pixels
+from h5feed.feed.batch import transform_targets
+from h5feed.feed.files import Pixels
 
 __all__ = ["Delivery"]
 

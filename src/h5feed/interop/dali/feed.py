@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5feed.augment import Params, Pipeline
-from h5feed.feed.arrange import Arrangement
+from h5feed.feed.files import Pixels
+from h5feed.feed.iterator import copy_rows, substitutes
 from h5feed.feed.order import Order
-from h5feed.feed.schedule import Drawing, Schedule
-from h5feed.feed.source import Pixels
-from h5feed.feed.steps import Steps
-from h5feed.feed.substitute import copy_rows, substitutes
+from h5feed.feed.sampling import Arrangement, Drawing, Schedule, Steps
 from h5feed.interop.dali.agenda import Agenda, Pass
 from h5feed.interop.dali.carried import Step
 from h5feed.interop.dali.parts import Port

@@ -11,14 +11,11 @@ from torch.utils.data import Sampler
 
 from h5feed.augment import Op
 from h5feed.errors import UsageError
-from h5feed.feed.arrange import Shuffle
-from h5feed.feed.base import PackedLoader
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import open_lane
-from h5feed.feed.recipe import OnError
-from h5feed.feed.run import Counts
-from h5feed.feed.setup import check_arguments, check_choices, choose_workers
-from h5feed.feed.steps import Tail
+from h5feed.feed.iterator import Counts
+from h5feed.feed.loader import PackedLoader, check_arguments
+from h5feed.feed.options import OnError, Shuffle, Tail, check_choices, choose_workers
 from h5feed.interop.dali.agenda import Pass
 from h5feed.interop.dali.delivery import Delivery
 from h5feed.interop.dali.feed import Course, OnDamage

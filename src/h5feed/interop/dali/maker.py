@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from h5feed.augment import Op, Pipeline
 from h5feed.errors import UsageError
+from h5feed.feed.files import GO_ON, Pixels
+from h5feed.feed.iterator import none_whole
 from h5feed.feed.order import Order
-from h5feed.feed.source import Pixels
-from h5feed.feed.steps import Steps
-from h5feed.feed.substitute import GO_ON, none_whole
+from h5feed.feed.sampling import Steps
 from h5feed.interop.dali._library import dali, fn
 from h5feed.interop.dali.agenda import Agenda
 from h5feed.interop.dali.carried import make_steps

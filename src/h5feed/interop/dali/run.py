@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from h5feed.feed.iterator import Counts, Cursor
 from h5feed.feed.order import Order
-from h5feed.feed.run import Counts, Cursor
 from h5feed.interop.dali.delivery import Delivery
 from h5feed.interop.dali.feed import Course, OnDamage
 from h5feed.interop.dali.line import Line

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from h5feed.augment import Params, Pipeline
 from h5feed.augment.cpu import Scratch, nv12_box
 from h5feed.errors import DamagedItemError
-from h5feed.feed.source import BYTES_CHANGED, Pixels
-from h5feed.feed.substitute import GO_ON
+from h5feed.feed.files import BYTES_CHANGED, GO_ON, Pixels
 from h5feed.interop.dali._library import dali, fn, types
 from h5feed.interop.dali.parts import Box, Port
 from h5feed.jpeg import encode_jpeg

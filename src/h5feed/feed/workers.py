@@ -11,7 +11,9 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-__all__ = ["Pool"]
+__all__ = [
+    "Pool",
+]
 
 Job = Callable[[], None]
 Jobs = SimpleQueue[Job | None]

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from h5feed import H5Dataset, H5Loader
-from h5feed.feed.ahead import Ahead
+from h5feed.feed.files import Pixels
 from h5feed.feed.order import FullShuffle
-from h5feed.feed.schedule import Schedule
-from h5feed.feed.source import Pixels
-from h5feed.feed.steps import Steps
+from h5feed.feed.readahead import Ahead
+from h5feed.feed.sampling import Schedule, Steps
 from packed import random_images, write_packed
 
 COUNT, BATCH = 200, 5
@@ -60,7 +59,7 @@ def test_a_lookahead_of_part_of_a_batch_is_one_batch(pixels):
 
 
 def test_small_items_are_announced_by_number(pixels, monkeypatch):
-    monkeypatch.setattr("h5feed.feed.ahead._UNDER_WAY", 4 * BATCH - 1)
+    monkeypatch.setattr("h5feed.feed.readahead._UNDER_WAY", 4 * BATCH - 1)
     make(pixels, 10**9).samples(0)
     assert len(pixels.announced) == 5
 
@@ -72,7 +71,7 @@ def test_nothing_is_announced_without_lookahead(pixels):
 
 
 def test_what_is_in_memory_is_not_announced(pixels, monkeypatch):
-    monkeypatch.setattr("h5feed.feed.ahead._AT_ONCE", BATCH)  # decide on each batch alone
+    monkeypatch.setattr("h5feed.feed.readahead._AT_ONCE", BATCH)  # decide on each batch alone
     pixels.cached = True
     ahead = make(pixels, 1)
     for step in range(20):

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from h5feed.feed.schedule import Samples, Schedule
-from h5feed.feed.source import Pixels
+from h5feed.feed.files import Pixels
+from h5feed.feed.sampling import Samples, Schedule
 
-__all__ = ["Ahead"]
+__all__ = [
+    "Ahead",
+]
 
 _AT_ONCE = 2048  # samples: numpy's cost per call is then a small part
 _LOOKED_UP = 8  # items of those: each is a system call, and costs its thread the GIL

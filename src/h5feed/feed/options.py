@@ -13,22 +13,21 @@ from torch import distributed
 from h5feed.augment import Op, Pipeline
 from h5feed.augment.device import CompiledBatch
 from h5feed.errors import UsageError
-from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import Lane
-from h5feed.feed.recipe import OnError
-from h5feed.feed.source import Pixels
-from h5feed.feed.steps import Tail
-from h5feed.feed.whole import check_whole
+from h5feed.feed.files import Pixels
 from h5feed.store import FieldSpec
 from h5feed.system import available_cores
 
 __all__ = [
     "AugmentOn",
     "Io",
+    "OnError",
+    "Shuffle",
+    "Tail",
     "block_length",
-    "check_arguments",
     "check_choices",
     "check_ranks",
+    "check_whole",
     "choose_pipeline",
     "choose_pixels",
     "choose_ranks",
@@ -38,33 +37,16 @@ __all__ = [
     "leave_cores_to_loader",
 ]
 
+Shuffle = bool | Literal["block"]
+"""True: all samples; "block": blocks, and samples within a window of blocks; False: none."""
+Tail = Literal["pad", "drop"]
+OnError = Literal["raise", "skip"]
 AugmentOn = Literal["cpu", "device", "auto"]
 Io = Literal["map", "read"]
 
 _BLOCK_BYTES = 8 << 20
 _CV2_SPLITS = 1 << 16  # pixels of an image above which cv2 shares it among threads of its own
 _MOST_WORKERS = 16
-
-
-def check_arguments(ds: Any, **numbers: Any) -> None:
-    """Refuse a dataset that is none of ours or asks for what no loader does, and counts below 1."""
-    if not isinstance(ds, H5Dataset):
-        raise UsageError(
-            f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader (for a part "
-            "of an H5Dataset give H5Loader the whole and indices=)"
-        )
-    if ds.transform is not None:
-        raise UsageError(
-            f"ds.transform={ds.transform!r} would have to run in Python for every image: give "
-            "H5Loader ops of h5feed.augment instead, or use make_dataloader"
-        )
-    if ds.output != "tensor" or ds.aspect != "stored":
-        raise UsageError(
-            f"ds has output={ds.output!r} and aspect={ds.aspect!r}, and H5Loader makes tensors of "
-            "the images as they are stored; its crops are drawn in the source's proportions and "
-            "undo fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
-        )
-    check_whole(1, **numbers)
 
 
 def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
@@ -227,3 +209,12 @@ def _where(on: AugmentOn, one_size: bool, lane: Lane, spec: FieldSpec) -> tuple[
     if not one_size:
         return False, f"{stored} has images of several sizes"
     return True, f"{lane.device} is faster at it than the loader's threads"
+
+
+def check_whole(least: int | None = 1, /, **numbers: Any) -> None:
+    """Refuse what is no int (True is none, 2.0 neither), or below `least`; None: any will do."""
+    for name, value in numbers.items():
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or (least is not None and value < least):
+            limit = "" if least is None else f" of at least {least}"
+            raise UsageError(f"{name}={value!r} must be a whole number{limit}")

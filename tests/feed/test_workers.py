@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from h5feed.feed.pool import Pool
+from h5feed.feed.workers import Pool
 from loaders import loader_threads, wait_until
 
 
@@ -122,7 +122,7 @@ def test_a_forked_child_begins_anew():
 def test_the_interpreter_ends_with_jobs_under_way():
     code = (
         "import time\n"
-        "from h5feed.feed.pool import Pool\n"
+        "from h5feed.feed.workers import Pool\n"
         "pool = Pool(4)\n"
         "for _ in range(100): pool.submit(lambda: time.sleep(0.001))\n"
         "print('end', flush=True)\n"
