@@ -22,7 +22,7 @@ from h5feed import H5Dataset
 from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.augment.cpu import crop_image
 from h5feed.bench.machine import describe, machine
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.random import Draws
 from h5feed.feed.sampling import Drawing
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region, read_header
@@ -32,7 +32,7 @@ ROUNDS = 5
 Box = tuple[int, int, int, int]
 
 
-def boxes_of(pixels: Pixels, items: np.ndarray, side: int) -> list[Box]:
+def boxes_of(pixels: PackedFiles, items: np.ndarray, side: int) -> list[Box]:
     """Return the boxes that RandomResizedCrop(side) reads of each picture."""
     pipeline = Pipeline([RandomResizedCrop(side)])
     pipeline.bind(None)

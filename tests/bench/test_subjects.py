@@ -10,7 +10,7 @@ from h5feed.bench import ceilings, contestants, measure, subjects
 from h5feed.bench.contestants import write_small
 from h5feed.bench.crops import PillowCrop, TensorCrop, draw_box
 from h5feed.bench.options import CompareOptions
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from images import jpeg_bytes, smooth
 
 COUNT, BATCH, CROP = 20, 4, 16
@@ -95,7 +95,7 @@ def test_small_jpegs_are_the_stored_pictures_each_in_its_class(root, tmp_path):
 
 def test_small_jpegs_of_a_large_set_are_evenly_spaced(root, monkeypatch):
     monkeypatch.setattr(contestants, "MOST_SMALL", 5)
-    assert contestants.small_items(Pixels([root / "raw.h5"])).tolist() == [0, 4, 8, 12, 16]
+    assert contestants.small_items(PackedFiles([root / "raw.h5"])).tolist() == [0, 4, 8, 12, 16]
 
 
 def test_folders_without_torchvision_do_without_tensors(root, monkeypatch, tmp_path):
@@ -106,7 +106,7 @@ def test_folders_without_torchvision_do_without_tensors(root, monkeypatch, tmp_p
     subject.close()
     names, left_out = contestants.entries(
         contestants.contestants(32),
-        Pixels([root / "raw.h5"]),
+        PackedFiles([root / "raw.h5"]),
         CompareOptions(images=root / "images"),
         1,
         tmp_path / "small",

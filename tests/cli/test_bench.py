@@ -10,7 +10,7 @@ from h5feed import pack
 from h5feed.bench.compare import crop_in_words, settings
 from h5feed.bench.options import CompareOptions
 from h5feed.cli.bench import main
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from images import jpeg_bytes, smooth
 from loaders import write_kind
 
@@ -186,7 +186,7 @@ def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
 
 
 def test_a_crop_is_what_the_pictures_have_and_a_larger_one_is_said(packed):
-    pixels = Pixels([packed / "data.h5"])
+    pixels = PackedFiles([packed / "data.h5"])
     usual = CompareOptions().for_file(pixels)
     assert (usual.side, usual.batch) == (32, 24)
     assert crop_in_words(pixels, usual) == "32²"
@@ -197,7 +197,7 @@ def test_a_crop_is_what_the_pictures_have_and_a_larger_one_is_said(packed):
 
 def test_pictures_of_their_own_sizes_are_cropped_as_usual(tmp_path):
     original = write_kind(tmp_path / "a.h5", "original", 3)
-    assert CompareOptions().for_file(Pixels([original])).side == 224
+    assert CompareOptions().for_file(PackedFiles([original])).side == 224
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.feed import loader as loader_module
-from h5feed.feed.device import Copies, CudaLane, HostLane, open_lane
+from h5feed.feed.device import Copies, CudaTransfer, HostTransfer, open_transfer
 from h5feed.feed.memory import Ring
 from h5feed.feed.options import explain_decoding
 from loaders import assert_same, by_index, write_kind
@@ -18,18 +18,18 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def test_the_host_lane_lends_the_slot_itself():
-    lane, ring = open_lane("cpu"), Ring((4, 2), np.dtype(np.uint8), keep=1)
-    assert isinstance(lane, HostLane)
-    assert not lane.pinned
+def test_the_host_transfer_lends_the_slot_itself():
+    transfer, ring = open_transfer("cpu"), Ring((4, 2), np.dtype(np.uint8), keep=1)
+    assert isinstance(transfer, HostTransfer)
+    assert not transfer.pinned
     slot = ring.take()
-    with lane.stream():
-        rows = lane.send(slot, 3)
-        ticket = lane.close([slot])
-    lane.receive(ticket, [rows])
+    with transfer.stream():
+        rows = transfer.send(slot, 3)
+        ticket = transfer.close([slot])
+    transfer.receive(ticket, [rows])
     assert rows.data_ptr() == slot.rows.ctypes.data
     assert rows.shape == (3, 2)
-    lane.reclaim()
+    transfer.reclaim()
     assert ring.take() is not slot
     del rows
     assert ring.take() is slot
@@ -37,10 +37,10 @@ def test_the_host_lane_lends_the_slot_itself():
 
 def test_refuses_a_device_that_is_not_there():
     with pytest.raises(UsageError, match="device='meta' is not one H5Loader sends to"):
-        open_lane("meta")
+        open_transfer("meta")
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="this torch sees no CUDA device"):
-            open_lane("cuda")
+            open_transfer("cuda")
 
 
 class Event:
@@ -67,7 +67,7 @@ class Stream:
 
 
 class FakeCuda:
-    """What CudaLane takes of torch.cuda; which stream is current is known for each thread."""
+    """What CudaTransfer takes of torch.cuda; which stream is current is known for each thread."""
 
     def __init__(self):
         self.consumers = Stream("consumer")
@@ -78,7 +78,7 @@ class FakeCuda:
         return 0
 
     def Stream(self, device):
-        return Stream(f"lane to {device}")
+        return Stream(f"transfer to {device}")
 
     def Event(self):
         self.events.append(Event())
@@ -100,8 +100,8 @@ def test_gpu_means_cuda(tmp_path):
         H5Loader(H5Dataset(write_kind(tmp_path / "a.h5", "raw")), 4, device="gpu")
 
 
-class FakeLane(CudaLane):
-    """A CudaLane to the CPU: its copies are done at once, and known as done when told."""
+class FakeTransfer(CudaTransfer):
+    """A CudaTransfer to the CPU: its copies are done at once, and known as done when told."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"), FakeCuda())
@@ -114,61 +114,61 @@ class FakeLane(CudaLane):
 
 
 @pytest.fixture
-def lane(monkeypatch):
-    made = FakeLane()
-    monkeypatch.setattr(loader_module, "open_lane", lambda device: made)
+def transfer(monkeypatch):
+    made = FakeTransfer()
+    monkeypatch.setattr(loader_module, "open_transfer", lambda device: made)
     return made
 
 
 @pytest.mark.filterwarnings("ignore:.*are held at once")
-def test_a_batch_is_sent_on_the_lanes_stream_and_waited_for_on_the_consumers(lane, tmp_path):
+def test_a_batch_is_sent_on_its_own_stream_and_waited_for_on_the_consumers(transfer, tmp_path):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
     with H5Loader(ds, 4, shuffle=True, augment=CROP, device="cuda", augment_on="device") as loader:
         for number, _ in enumerate(loader, 1):
-            waited_for = lane._cuda.consumers.waited_for
+            waited_for = transfer._cuda.consumers.waited_for
             assert len(waited_for) == number
-            assert waited_for[-1].stream is lane._stream
+            assert waited_for[-1].stream is transfer._stream
     assert len(set(map(id, waited_for))) == 15
-    assert {stream for _, stream in lane.sent} == {lane._stream}
+    assert {stream for _, stream in transfer.sent} == {transfer._stream}
 
 
 @pytest.mark.filterwarnings("ignore:.*are held at once")
-def test_a_slot_comes_back_by_event_and_not_before(lane, tmp_path):
+def test_a_slot_comes_back_by_event_and_not_before(transfer, tmp_path):
     """Batches go on while copies are under way: with slots of their own, and never a host wait."""
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=60))
     with H5Loader(ds, 4, shuffle=True, augment=CROP, prefetch=3, num_workers=2) as loader:
         list(loader)
-        slots = [id(slot) for slot, _ in lane.sent]
+        slots = [id(slot) for slot, _ in transfer.sent]
         assert len(set(slots)) == len(slots) == 15
-        for event in lane._cuda.events:
+        for event in transfer._cuda.events:
             event.passed = True
-        before = len(lane._cuda.events)
+        before = len(transfer._cuda.events)
         for _ in loader:
-            for event in lane._cuda.events[before:]:
+            for event in transfer._cuda.events[before:]:
                 event.passed = True
-        again = {id(slot) for slot, _ in lane.sent[15:]}
+        again = {id(slot) for slot, _ in transfer.sent[15:]}
         assert len(again) <= 3 + 2 + 1
 
 
-def test_batches_of_a_cuda_lane_are_those_of_the_host(lane, tmp_path, monkeypatch):
+def test_batches_of_a_cuda_transfer_are_those_of_the_host(transfer, tmp_path, monkeypatch):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", "jpeg", count=30))
     options = {"augment": CROP, "with_index": True, "augment_on": "device"}
     found = by_index(H5Loader(ds, 4, shuffle=True, **options))
-    assert lane.sent
-    monkeypatch.setattr(loader_module, "open_lane", open_lane)
+    assert transfer.sent
+    monkeypatch.setattr(loader_module, "open_transfer", open_transfer)
     assert_same(found, by_index(H5Loader(ds, 4, shuffle=True, **options)))
 
 
 def test_labels_and_indices_are_copied_from_page_locked_memory(tmp_path, monkeypatch):
     """From pageable memory a copy that is not to block waits for the device all the same."""
-    recipe = H5Loader(H5Dataset(write_kind(tmp_path / "a.h5", "raw")), 4, shuffle=True)._recipe
-    recipe.lane = SimpleNamespace(device=torch.device("meta"), pinned=True)
+    builder = H5Loader(H5Dataset(write_kind(tmp_path / "a.h5", "raw")), 4, shuffle=True)._builder
+    builder.transfer = SimpleNamespace(device=torch.device("meta"), pinned=True)
     locked = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: locked.append(tensor) or tensor)
     labels = torch.arange(4)
-    assert recipe._small(labels).is_meta
+    assert builder._small(labels).is_meta
     assert locked == [labels]
-    assert recipe._small("what a target_transform made") == "what a target_transform made"
+    assert builder._small("what a target_transform made") == "what a target_transform made"
 
 
 def test_memory_of_a_batch_waits_for_the_consumers_stream():
@@ -180,9 +180,9 @@ def test_memory_of_a_batch_waits_for_the_consumers_stream():
         def record_stream(self, stream):
             self.stream = stream
 
-    lane, images, labels = FakeLane(), There(), torch.zeros(3)
-    lane.receive(Event(), [images, labels])
-    assert images.stream is lane._cuda.consumers
+    transfer, images, labels = FakeTransfer(), There(), torch.zeros(3)
+    transfer.receive(Event(), [images, labels])
+    assert images.stream is transfer._cuda.consumers
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ class TestCuda:
         ds = H5Dataset(write_kind(tmp_path / "a.h5", kind, count=60))
         options = {"augment": CROP, "device": "cuda", "with_index": True}
         with H5Loader(ds, 8, residency=residency, shuffle=True, **options) as loader:
-            assert loader._recipe.resident._rows.is_cuda
+            assert loader._builder.resident._rows.is_cuda
             found = [by_index(loader) for _ in range(2)]
         with H5Loader(ds, 8, shuffle=True, **options) as loader:
             for views in found:
@@ -266,10 +266,10 @@ class TestCuda:
         del loader, resident
 
     def test_what_does_not_fit_is_said(self):
-        lane = open_lane("cuda")
+        transfer = open_transfer("cuda")
         with pytest.raises(UsageError, match=r'residency="device": the images take .* GB free'):
-            lane.reserve(1 << 50, pinned=False)
-        assert lane.free_bytes() > 0
+            transfer.reserve(1 << 50, pinned=False)
+        assert transfer.free_bytes() > 0
 
     @pytest.mark.parametrize("residency", ["stream", "device", "pinned"])
     def test_a_step_never_waits_for_the_device(self, tmp_path, residency):
@@ -307,7 +307,7 @@ class TestCuda:
             for _ in range(5):
                 for images, _ in loader:
                     images.sum()
-            slots = [slot for ring in loader._recipe.rings for slot in ring._slots]
+            slots = [slot for ring in loader._builder.rings for slot in ring._slots]
             assert all(torch.from_numpy(slot.rows).is_pinned() for slot in slots)
             assert len(slots) < 40
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from h5feed.feed.facts import channel_stats, class_counts, file_facts
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.store import read_index
 from packed import image_spec, random_images, write_packed
 
@@ -10,7 +10,7 @@ from packed import image_spec, random_images, write_packed
 def test_channel_stats_are_numpys_over_all_pixels(tmp_path):
     images = random_images(150, (16, 24))
     images[3][..., 0] = 200
-    stats = channel_stats(Pixels([write_packed(tmp_path / "a.h5", images)]))
+    stats = channel_stats(PackedFiles([write_packed(tmp_path / "a.h5", images)]))
     pixels = np.stack(images) / 255
     assert stats.images == 150
     assert stats.mean == pytest.approx(pixels.mean((0, 1, 2)))
@@ -22,13 +22,13 @@ def test_channel_stats_weigh_pixels_not_images(tmp_path):
     images = [np.full((h, w, 3), v, np.uint8) for (h, w), v in zip(shapes, (0, 255), strict=True)]
     spec = image_spec(size=(8, 8), fit="keep")
     path = write_packed(tmp_path / "a.h5", images, spec=spec, stored_shapes=shapes)
-    assert channel_stats(Pixels([path])).mean == pytest.approx([10 / 11] * 3)
+    assert channel_stats(PackedFiles([path])).mean == pytest.approx([10 / 11] * 3)
 
 
 def test_channel_stats_limit(tmp_path):
     images = random_images(100, (8, 8))
     done = []
-    pixels = Pixels([write_packed(tmp_path / "a.h5", images)])
+    pixels = PackedFiles([write_packed(tmp_path / "a.h5", images)])
     stats = channel_stats(pixels, limit=2, progress=done.append)
     assert stats.images == 2
     assert sum(done) == 2

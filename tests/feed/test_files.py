@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from h5feed.errors import H5FormatError, UsageError
-from h5feed.feed.files import Pixels, expand_paths
+from h5feed.feed.files import PackedFiles, expand_paths
 from packed import image_spec, mask_spec, random_images, write_packed
 
 
@@ -24,7 +24,7 @@ def shards(tmp_path):
 
 def test_several_files_are_one_row_of_items(shards):
     paths, images = shards
-    pixels = Pixels(paths)
+    pixels = PackedFiles(paths)
     assert len(pixels) == 8
     for i, image in enumerate(images):
         assert np.array_equal(pixels.item("images", i), image)
@@ -37,7 +37,7 @@ def test_several_files_are_one_row_of_items(shards):
 
 def test_it_pickles_as_paths_and_opens_the_same_items(shards):
     paths, images = shards
-    pixels = Pixels(paths)
+    pixels = PackedFiles(paths)
     pickled = pickle.dumps(pixels)
     assert len(pickled) < 1000
     again = pickle.loads(pickled)
@@ -47,14 +47,14 @@ def test_it_pickles_as_paths_and_opens_the_same_items(shards):
 
 def test_the_size_of_a_pickle_does_not_grow_with_items(tmp_path):
     path = write_packed(tmp_path / "n.h5", random_images(100_000, (1, 1)))
-    pixels = Pixels([path])
+    pixels = PackedFiles([path])
     assert len(pixels) == 100_000
     assert len(pickle.dumps(pixels)) < 10_000
 
 
 def test_a_file_that_changed_is_refused_when_unpickled(tmp_path):
     path = write_packed(tmp_path / "a.h5", random_images(4, seed=1))
-    pickled = pickle.dumps(Pixels([path]))
+    pickled = pickle.dumps(PackedFiles([path]))
     write_packed(tmp_path / "a.h5", random_images(4, seed=2))
     with pytest.raises(H5FormatError, match=r"a\.h5: the file has changed .* open it again"):
         pickle.loads(pickled)
@@ -62,14 +62,14 @@ def test_a_file_that_changed_is_refused_when_unpickled(tmp_path):
 
 def test_one_fingerprint_for_all_files_together(shards):
     paths, _ = shards
-    one, two = Pixels(paths[:1]), Pixels(paths[:2])
+    one, two = PackedFiles(paths[:1]), PackedFiles(paths[:2])
     assert one.fingerprint != two.fingerprint
-    assert two.fingerprint == Pixels(paths[:2]).fingerprint
-    assert two.fingerprint != Pixels([paths[1], paths[0]]).fingerprint
+    assert two.fingerprint == PackedFiles(paths[:2]).fingerprint
+    assert two.fingerprint != PackedFiles([paths[1], paths[0]]).fingerprint
 
 
 def test_what_is_read_here_cannot_be_written_to(shards):
-    pixels = Pixels(shards[0])
+    pixels = PackedFiles(shards[0])
     with pytest.raises(ValueError, match="read-only"):
         pixels.item("images", 6)[:] = 0
     with pytest.raises(ValueError, match="WRITEABLE"):
@@ -78,7 +78,7 @@ def test_what_is_read_here_cannot_be_written_to(shards):
 
 def test_writable_items_of_several_files(shards):
     paths, images = shards
-    pixels = Pixels(paths)
+    pixels = PackedFiles(paths)
     for index, image in enumerate(images):
         item = pixels.writable("images", index)
         assert np.array_equal(item, image)
@@ -95,7 +95,7 @@ def announced(pixels, indices):
 
 
 def test_neighbors_are_announced_together_in_the_order_of_need(shards):
-    pixels = Pixels(shards[0])
+    pixels = PackedFiles(shards[0])
     start = [index.extents["images"].start for index in pixels.indexes]
     size = 32 * 32 * 3
     told, total = announced(pixels, [5, 6, 2, 3, 4, 0])
@@ -109,10 +109,10 @@ def test_neighbors_are_announced_together_in_the_order_of_need(shards):
 
 
 def test_an_item_needed_twice_is_not_a_range_backwards(shards):
-    told, total = announced(Pixels(shards[0]), [1, 1, 0])
+    told, total = announced(PackedFiles(shards[0]), [1, 1, 0])
     assert [length for _, _, length in told] == [3072, 3072]
     assert total == 2 * 3072
-    assert announced(Pixels(shards[0]), []) == ([], 0)
+    assert announced(PackedFiles(shards[0]), []) == ([], 0)
 
 
 def test_items_with_masks_and_of_their_own_size(tmp_path):
@@ -121,7 +121,7 @@ def test_items_with_masks_and_of_their_own_size(tmp_path):
     path = write_packed(
         tmp_path / "k.h5", images, spec=image_spec(size=(8, 8), fit="keep"), stored_shapes=shapes
     )
-    pixels = Pixels([path])
+    pixels = PackedFiles([path])
     assert pixels.stored_shapes.tolist() == shapes.tolist()
     assert pixels.item_bytes([2, 0]).tolist() == [8 * 8 * 3, 8 * 12 * 3]
     assert np.array_equal(pixels.item("images", 1), images[1])
@@ -130,7 +130,7 @@ def test_items_with_masks_and_of_their_own_size(tmp_path):
 
     masks = [np.full((32, 32, 1), i, np.uint8) for i in range(3)]
     path = write_packed(tmp_path / "m.h5", random_images(3), masks=masks)
-    pixels = Pixels([path])
+    pixels = PackedFiles([path])
     assert pixels.specs["masks"] == mask_spec((32, 32))
     assert pixels.item_bytes([1]).tolist() == [32 * 32 * 4]
     assert np.array_equal(pixels.item("masks", 2), masks[2])
@@ -153,7 +153,7 @@ def test_naming_no_file_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"path=\[\] names no file"):
         expand_paths([])
     with pytest.raises(FileNotFoundError):
-        Pixels(expand_paths(tmp_path / "x.h5"))
+        PackedFiles(expand_paths(tmp_path / "x.h5"))
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_files_packed_differently_are_refused(tmp_path, what, options):
     first = write_packed(tmp_path / "a.h5", images)
     other = write_packed(tmp_path / "b.h5", images, **options)
     with pytest.raises(UsageError, match=f"b.h5 and .*a.h5 differ in their {what}"):
-        Pixels([first, other])
+        PackedFiles([first, other])

@@ -100,9 +100,9 @@ def test_prefetched_batches_are_not_lost(ds):
     with make(ds, prefetch=8, num_workers=4) as loader:
         passed = iter(loader)
         next(passed)
-        for work in passed._works:
-            work.ready.acquire()
-            work.ready.release()
+        for task in passed._tasks:
+            task.ready.acquire()
+            task.ready.release()
         assert loader.state_dict()["consumed"] == 4
 
 

@@ -5,18 +5,18 @@ import numpy as np
 import pytest
 
 from h5feed import H5Dataset, H5Loader
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.order import FullShuffle
-from h5feed.feed.readahead import Ahead
-from h5feed.feed.sampling import Schedule, Steps
+from h5feed.feed.readahead import ReadAhead
+from h5feed.feed.sampling import BatchPlan, Steps
 from packed import random_images, write_packed
 
 COUNT, BATCH = 200, 5
 ITEM = 32 * 32 * 3
 
 
-class Spy(Pixels):
-    """Pixels that note what is announced, and say what is in memory."""
+class Spy(PackedFiles):
+    """Packed files that note what is announced, and say what is in memory."""
 
     cached = False
 
@@ -37,8 +37,8 @@ def pixels(tmp_path):
 
 def make(pixels, lookahead, **options):
     steps = Steps(samples=COUNT, batch_size=BATCH, **options)
-    schedule = Schedule(FullShuffle(COUNT, 1, 0), steps, None, seed=1, epoch=0)
-    return Ahead(pixels, schedule, lookahead=lookahead)
+    plan = BatchPlan(FullShuffle(COUNT, 1, 0), steps, None, seed=1, epoch=0)
+    return ReadAhead(pixels, plan, lookahead=lookahead)
 
 
 def test_batches_are_announced_once_in_order_and_lookahead_bytes_ahead(pixels):

@@ -9,7 +9,7 @@ import torch
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.feed import device
-from h5feed.feed.device import HostLane, choose_residency
+from h5feed.feed.device import HostTransfer, choose_residency
 from loaders import assert_same, by_index, write_kind
 from packed import random_images, write_packed
 
@@ -91,7 +91,7 @@ def test_images_that_do_not_divide_into_words(tmp_path):
     ds = H5Dataset(write_packed(tmp_path / "a.h5", random_images(9, (3, 3))))
     assert_equal(passes(ds, augment=(), residency="device"), passes(ds, augment=()))
     with make(ds, augment=(), residency="device") as loader:
-        assert loader._recipe.resident._rows.dtype == torch.uint8
+        assert loader._builder.resident._rows.dtype == torch.uint8
 
 
 def test_a_copy_in_pieces_is_whole(ds, monkeypatch):
@@ -122,8 +122,8 @@ def test_a_batch_is_the_callers_own(ds):
 def test_loaders_over_one_file_share_the_images(ds):
     one = make(ds, residency="device", indices=range(6))
     other = make(H5Dataset(ds.pixels.paths), residency="device", indices=range(6, 12))
-    assert one._recipe.resident is other._recipe.resident
-    assert one._recipe.resident is not make(ds, residency="pinned")._recipe.resident
+    assert one._builder.resident is other._builder.resident
+    assert one._builder.resident is not make(ds, residency="pinned")._builder.resident
     list(one)
     del one, other
     gc.collect()
@@ -179,7 +179,7 @@ def test_refuses_wrong_arguments(ds):
 # auto
 
 
-def lane(free):
+def transfer(free):
     return SimpleNamespace(device=torch.device("cuda", 1), free_bytes=lambda: free)
 
 
@@ -188,7 +188,7 @@ def chosen(ds, *, device, host, augment_on="auto", where=None):
     return choose_residency(
         "auto",
         ds.pixels,
-        lane(device * size) if where is None else where,
+        transfer(device * size) if where is None else where,
         augment_on=augment_on,
         free_host=lambda: host * size,
     )
@@ -216,7 +216,10 @@ def test_auto_counts_a_copy_for_each_process_of_the_host(ds, monkeypatch):
 
 def test_auto_streams_what_cannot_be_gathered(ds, tmp_path):
     assert chosen(ds, device=9, host=9, augment_on="cpu")[0] == "stream"
-    assert chosen(ds, device=9, host=9, where=HostLane()) == ("stream", "batches stay on the CPU")
+    assert chosen(ds, device=9, host=9, where=HostTransfer()) == (
+        "stream",
+        "batches stay on the CPU",
+    )
     jpeg = H5Dataset(write_kind(tmp_path / "j.h5", "jpeg"))
     mode, reason = chosen(jpeg, device=9, host=9)
     assert mode == "stream"
@@ -231,7 +234,7 @@ def test_auto_streams_what_then_finds_no_room(ds, monkeypatch, mode):
         raise UsageError(f'residency="{mode}": 0.1 GB could not be had; use residency="stream"')
 
     expected = passes(ds, augment_on="auto")
-    monkeypatch.setattr(HostLane, "reserve", reserve)
+    monkeypatch.setattr(HostTransfer, "reserve", reserve)
     monkeypatch.setattr(
         device, "choose_residency", lambda asked, *_, **__: (mode, "as good as any")
     )

@@ -2,7 +2,7 @@ import pytest
 
 from h5feed import H5Dataset, UsageError, augment, tune
 from h5feed.feed import tune as exported
-from h5feed.feed.tune import Measured, Plan, _choose, _steps_to
+from h5feed.feed.tune import Measured, TunePlan, _choose, _steps_to
 from loaders import loader_threads, write_kind
 
 
@@ -36,7 +36,7 @@ def test_threads_tried_end_with_all_there_may_be():
 
 def test_the_plan_shows_its_evidence():
     evidence = tuple(rows((1, 2, 1234.4), (2, 2, 2345.6)))
-    assert str(Plan(num_workers=2, prefetch=2, evidence=evidence)).splitlines() == [
+    assert str(TunePlan(num_workers=2, prefetch=2, evidence=evidence)).splitlines() == [
         "workers  prefetch  images/s  CPU share",
         "      1         2      1234       50%",
         "      2         2      2346       50%  <- chosen",

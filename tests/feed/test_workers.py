@@ -8,12 +8,12 @@ import weakref
 
 import torch
 
-from h5feed.feed.workers import Pool
+from h5feed.feed.workers import WorkerPool
 from loaders import loader_threads, wait_until
 
 
 def test_jobs_run_in_order_on_one_thread():
-    pool, done = Pool(1), []
+    pool, done = WorkerPool(1), []
     for k in range(20):
         pool.submit(lambda k=k: done.append(k))
     pool.close()
@@ -22,7 +22,7 @@ def test_jobs_run_in_order_on_one_thread():
 
 def test_threads_are_as_many_as_asked_for_and_end_with_close():
     before = loader_threads()
-    pool = Pool(3)
+    pool = WorkerPool(3)
     assert loader_threads() == before, "no thread before the first job"
     together = threading.Barrier(4)
     for _ in range(3):
@@ -34,7 +34,7 @@ def test_threads_are_as_many_as_asked_for_and_end_with_close():
 
 
 def test_a_closed_pool_starts_again():
-    pool, done = Pool(1), threading.Event()
+    pool, done = WorkerPool(1), threading.Event()
     pool.submit(lambda: None)
     pool.close()
     pool.close()
@@ -44,7 +44,7 @@ def test_a_closed_pool_starts_again():
 
 
 def test_close_waits_for_what_the_last_jobs_submit():
-    pool, done = Pool(2), []
+    pool, done = WorkerPool(2), []
 
     def first():
         time.sleep(0.05)
@@ -57,7 +57,7 @@ def test_close_waits_for_what_the_last_jobs_submit():
 
 def test_letting_go_of_the_pool_ends_its_threads():
     before = loader_threads()
-    pool = Pool(2)
+    pool = WorkerPool(2)
     pool.submit(lambda: None)
     watch = weakref.ref(pool)
     del pool
@@ -67,7 +67,7 @@ def test_letting_go_of_the_pool_ends_its_threads():
 
 def test_a_job_that_holds_the_pool_may_be_the_last_to_do_so():
     before = loader_threads()
-    pool = Pool(2)
+    pool = WorkerPool(2)
     go = threading.Event()
     pool.submit(lambda pool=pool: go.wait())
     del pool
@@ -79,7 +79,7 @@ def test_a_thread_that_waits_holds_no_job():
     class Thing:
         pass
 
-    pool, thing, done = Pool(1), Thing(), threading.Event()
+    pool, thing, done = WorkerPool(1), Thing(), threading.Event()
     watch = weakref.ref(thing)
     pool.submit(lambda thing=thing: done.set())
     del thing
@@ -92,7 +92,7 @@ def test_a_callers_torch_threads_stay_as_they_were():
     counts, old = [], torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        pool = Pool(2)
+        pool = WorkerPool(2)
         pool.submit(lambda: counts.append(torch.get_num_threads()))
         pool.close()
         new = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
@@ -105,7 +105,7 @@ def test_a_callers_torch_threads_stay_as_they_were():
 
 
 def test_a_forked_child_begins_anew():
-    pool, done = Pool(2), threading.Event()
+    pool, done = WorkerPool(2), threading.Event()
     pool.submit(done.set)
     assert done.wait(10)
     pid = os.fork()
@@ -122,8 +122,8 @@ def test_a_forked_child_begins_anew():
 def test_the_interpreter_ends_with_jobs_under_way():
     code = (
         "import time\n"
-        "from h5feed.feed.workers import Pool\n"
-        "pool = Pool(4)\n"
+        "from h5feed.feed.workers import WorkerPool\n"
+        "pool = WorkerPool(4)\n"
         "for _ in range(100): pool.submit(lambda: time.sleep(0.001))\n"
         "print('end', flush=True)\n"
     )

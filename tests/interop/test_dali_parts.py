@@ -7,7 +7,7 @@ pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 import torch
 
 from h5feed import augment
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.random import Draws
 from h5feed.interop.dali._library import dali, types
 from h5feed.interop.dali.carried import make_steps
@@ -136,7 +136,7 @@ def test_planes_become_the_rgb_of_cv2(tmp_path, side):
     rng = np.random.default_rng(1)
     shape = (side[0] * 3 // 2, side[1])
     stored = [rng.integers(0, 256, shape, np.uint8) for _ in range(COUNT)]
-    pixels = Pixels([write_packed(tmp_path / "a.h5", stored, spec=image_spec("yuv420", side))])
+    pixels = PackedFiles([write_packed(tmp_path / "a.h5", stored, spec=image_spec("yuv420", side))])
     pipeline = augment.Pipeline((augment.RandomResizedCrop(8, scale=(0.01, 1)),), views=2)
     pipeline.bind(side, encoding="yuv420")
     sizes = np.tile(side, (COUNT, 1))

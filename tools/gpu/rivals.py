@@ -13,7 +13,7 @@ import torch
 from h5feed.augment import Op, Pipeline
 from h5feed.feed import H5Dataset
 from h5feed.feed.order import FullShuffle
-from h5feed.feed.sampling import Drawing, Schedule, Steps
+from h5feed.feed.sampling import BatchPlan, Drawing, Steps
 
 __all__ = ["DaliFiles", "NvJpeg"]
 
@@ -116,7 +116,7 @@ class NvJpeg:
 
         order = FullShuffle(len(self._pixels), self._seed, self._epoch)
         drawing = Drawing(self._pixels, self._pipeline)
-        schedule = Schedule(order, self._steps, drawing, seed=self._seed, epoch=self._epoch)
+        schedule = BatchPlan(order, self._steps, drawing, seed=self._seed, epoch=self._epoch)
         for step in range(len(self._steps)):
             indices, params, _ = schedule.samples(step, step + 1)[0]
             data = [

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from h5feed.bench import cache
 from h5feed.bench.crops import Box, draw_box
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region
 
 __all__ = ["Gather", "Kernel", "RegionKernel", "disk_rate"]
@@ -73,7 +73,7 @@ class _Ceiling:
     def __init__(self, params: Mapping[str, Any]) -> None:
         cv2.setNumThreads(0)
         self.files = [params["file"]]
-        self._pixels = Pixels(self.files)
+        self._pixels = PackedFiles(self.files)
         self._encoding = self._pixels.specs["images"].encoding
         self._threads = max(params["workers"], 1)
         self._pool = ThreadPoolExecutor(self._threads)

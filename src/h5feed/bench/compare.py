@@ -16,7 +16,7 @@ from h5feed.bench.options import CompareOptions, stored_side
 from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
 from h5feed.bench.rounds import run
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.system import available_cores
 
 __all__ = ["compare", "crop_in_words", "facts", "report_of", "settings"]
@@ -48,7 +48,7 @@ def _disk_outcome(file: Path, count: int) -> Iterable[Outcome]:
         yield Outcome(name="disk, cold", ceiling=True, rates=(rate / per_picture,), note=note)
 
 
-def crop_in_words(pixels: Pixels, options: CompareOptions) -> str:
+def crop_in_words(pixels: PackedFiles, options: CompareOptions) -> str:
     """Return "224²", and that it is enlarged where less is stored."""
     stored = stored_side(pixels)
     enlarged = stored is not None and stored < options.side
@@ -57,7 +57,7 @@ def crop_in_words(pixels: Pixels, options: CompareOptions) -> str:
 
 def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Report:
     """Measure one setting."""
-    pixels = Pixels([file])
+    pixels = PackedFiles([file])
     with tempfile.TemporaryDirectory(prefix="bench-h5-") as small:
         among = contestants(stored_side(pixels))
         taking_part, left_out = entries(among, pixels, options, workers, Path(small))
@@ -111,6 +111,6 @@ def compare(file: Path, options: CompareOptions, tell: Tell = lambda _: None) ->
         SubjectError: A loader failed, or did not deliver what it should.
     """
     options.check()
-    pixels = Pixels([file])
+    pixels = PackedFiles([file])
     options = options.for_file(pixels)
     return [_one(file, given, workers, tell) for given, workers in settings(options, len(pixels))]

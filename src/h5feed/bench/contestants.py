@@ -20,7 +20,7 @@ from h5feed.bench.measure import Expectation
 from h5feed.bench.options import CompareOptions
 from h5feed.bench.rounds import Entry
 from h5feed.errors import UsageError
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 
 __all__ = ["Contestant", "contestants", "entries"]
 
@@ -33,7 +33,7 @@ class Contestant:
     factory: str
     """module:attribute of what makes it."""
     ceiling: bool = False
-    takes_part: Callable[[Pixels, CompareOptions], str | None] = lambda _pixels, _options: None
+    takes_part: Callable[[PackedFiles, CompareOptions], str | None] = lambda _pixels, _options: None
     """Why it cannot be measured, or None; "" where there is nothing to measure or to say."""
     params: dict[str, Any] = field(default_factory=dict)
     """What its factory needs beyond what all get."""
@@ -47,18 +47,18 @@ MOST_SMALL = 5000
 _NOT_QUICK = "left out of a quick look"
 
 
-def _needs_folder(_: Pixels, options: CompareOptions) -> str | None:
+def _needs_folder(_: PackedFiles, options: CompareOptions) -> str | None:
     return None if options.images else "give --images DIR to measure the folder of files as well"
 
 
-def _needs_plain_pixels(pixels: Pixels, _: CompareOptions) -> str | None:
+def _needs_plain_pixels(pixels: PackedFiles, _: CompareOptions) -> str | None:
     spec = pixels.specs["images"]
     if spec.encoding == "raw" and spec.is_fixed:
         return None
     return f"the usual code reads arrays of pixels, and this file stores {spec.encoding}"
 
 
-def _needs_one_size(pixels: Pixels, options: CompareOptions) -> str | None:
+def _needs_one_size(pixels: PackedFiles, options: CompareOptions) -> str | None:
     spec = pixels.specs["images"]
     if spec.fit == "keep" or spec.encoding == "original":
         return "a device crops pictures of one size, and this file's have many"
@@ -67,7 +67,7 @@ def _needs_one_size(pixels: Pixels, options: CompareOptions) -> str | None:
     return None
 
 
-def _needs_dali(_: Pixels, options: CompareOptions) -> str | None:
+def _needs_dali(_: PackedFiles, options: CompareOptions) -> str | None:
     try:
         installed = find_spec("nvidia.dali") is not None
     except ModuleNotFoundError:  # not even `nvidia`
@@ -77,40 +77,40 @@ def _needs_dali(_: Pixels, options: CompareOptions) -> str | None:
     return _NOT_QUICK if options.quick else None
 
 
-def _needs_torchvision(_: Pixels, options: CompareOptions) -> str | None:
+def _needs_torchvision(_: PackedFiles, options: CompareOptions) -> str | None:
     if subjects.imagefolder_class() is None:
         return "torchvision is not installed, or was built for another torch"
     return _NOT_QUICK if options.quick else None
 
 
-def _needs_stored_size(pixels: Pixels, options: CompareOptions) -> str | None:
+def _needs_stored_size(pixels: PackedFiles, options: CompareOptions) -> str | None:
     if pixels.specs["images"].encoding == "original":
         return "this file stores the source files as they are"
     return _NOT_QUICK if options.quick else None
 
 
 def _first(
-    *conditions: Callable[[Pixels, CompareOptions], str | None],
-) -> Callable[[Pixels, CompareOptions], str | None]:
+    *conditions: Callable[[PackedFiles, CompareOptions], str | None],
+) -> Callable[[PackedFiles, CompareOptions], str | None]:
     """Return the condition that all `conditions` hold."""
 
-    def reason(pixels: Pixels, options: CompareOptions) -> str | None:
+    def reason(pixels: PackedFiles, options: CompareOptions) -> str | None:
         said = (condition(pixels, options) for condition in conditions)
         return next((text for text in said if text is not None), None)
 
     return reason
 
 
-def _needs_classes(pixels: Pixels, _: CompareOptions) -> str | None:
+def _needs_classes(pixels: PackedFiles, _: CompareOptions) -> str | None:
     return None if len(pixels.classes) else "ImageFolder needs class folders"
 
 
-def _bounds(*encodings: str) -> Callable[[Pixels, CompareOptions], str | None]:
+def _bounds(*encodings: str) -> Callable[[PackedFiles, CompareOptions], str | None]:
     """Return the condition of a ceiling that bounds the work on these encodings only."""
     return lambda pixels, _: None if pixels.specs["images"].encoding in encodings else ""
 
 
-def _needs_plain_copies(pixels: Pixels, options: CompareOptions) -> str | None:
+def _needs_plain_copies(pixels: PackedFiles, options: CompareOptions) -> str | None:
     if not pixels.specs["images"].is_fixed:
         return "pictures have different sizes in bytes"
     return _NOT_QUICK if options.quick else None
@@ -165,7 +165,7 @@ def contestants(side: int | None = None) -> tuple[Contestant, ...]:
     )
 
 
-def small_items(pixels: Pixels) -> npt.NDArray[np.int64]:
+def small_items(pixels: PackedFiles) -> npt.NDArray[np.int64]:
     """Return which items the folder of small JPEGs holds: all, or evenly spaced ones."""
     count = min(len(pixels), MOST_SMALL)
     return np.arange(count, dtype=np.int64) * len(pixels) // count
@@ -186,13 +186,13 @@ def write_small(file: Path, out: Path, threads: int) -> None:
         list(pool.map(write, small_items(dataset.pixels).tolist()))
 
 
-def _plain_labels(pixels: Pixels) -> npt.NDArray[Any] | None:
+def _plain_labels(pixels: PackedFiles) -> npt.NDArray[Any] | None:
     if pixels.labels.ndim == 1 and "masks" not in pixels.specs:
         return pixels.labels
     return None
 
 
-def _expectation(pixels: Pixels, options: CompareOptions, one: Contestant) -> Expectation:
+def _expectation(pixels: PackedFiles, options: CompareOptions, one: Contestant) -> Expectation:
     items = small_items(pixels) if one.reads == "small" else np.arange(len(pixels))
     labels = _plain_labels(pixels)
     counts = None
@@ -208,7 +208,7 @@ def _expectation(pixels: Pixels, options: CompareOptions, one: Contestant) -> Ex
     )
 
 
-def _check_images(pixels: Pixels, images: Path) -> None:
+def _check_images(pixels: PackedFiles, images: Path) -> None:
     """The folder must be the one that was packed: the same pictures on both sides."""
     missing = [key for key in pixels.keys() if not (images / key).is_file()]  # noqa: SIM118
     if missing:
@@ -219,7 +219,7 @@ def _check_images(pixels: Pixels, images: Path) -> None:
 
 
 def _measurable(
-    among: Sequence[Contestant], pixels: Pixels, options: CompareOptions
+    among: Sequence[Contestant], pixels: PackedFiles, options: CompareOptions
 ) -> tuple[list[Contestant], list[str]]:
     """Those of `among` who can be measured, and why the others cannot."""
     chosen = [c for c in among if not options.only or any(o in c.name for o in options.only)]
@@ -233,7 +233,7 @@ def _measurable(
 
 def entries(
     among: Sequence[Contestant],
-    pixels: Pixels,
+    pixels: PackedFiles,
     options: CompareOptions,
     workers: int,
     small: Path,

@@ -11,7 +11,7 @@ import torch
 from h5feed.bench.report import SMOKE_BATCHES
 from h5feed.bench.rounds import LONGEST_WINDOW, Schedule
 from h5feed.errors import UsageError
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 
 __all__ = ["CompareOptions", "stored_side"]
 
@@ -20,7 +20,7 @@ _SMALLEST_BATCH = 64
 _USUAL_CROP, _SMALLEST_CROP = 224, 8
 
 
-def stored_side(pixels: Pixels) -> int | None:
+def stored_side(pixels: PackedFiles) -> int | None:
     """Return the short side that pictures are stored at, in pixels; None: each its own."""
     spec = pixels.specs["images"]
     return min(spec.height, spec.width) or None
@@ -85,7 +85,7 @@ class CompareOptions:
         """Side of the crop where nothing is known of the file."""
         return self.crop or _USUAL_CROP
 
-    def for_file(self, pixels: Pixels) -> CompareOptions:
+    def for_file(self, pixels: PackedFiles) -> CompareOptions:
         """Return these options with the batch size and the crop that a file's pictures ask for."""
         side = min(self.side, stored_side(pixels) or self.side)
         crop = self.crop or max(side, _SMALLEST_CROP)

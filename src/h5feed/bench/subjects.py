@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from h5feed import H5Dataset, augment, make_dataloader
 from h5feed.bench.crops import PillowCrop, TensorCrop
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.loader import H5Loader
 from h5feed.feed.options import AugmentOn
 from h5feed.jpeg import encode_jpeg
@@ -113,7 +113,7 @@ class Folder(_Subject):
     """The source folder: torchvision's ImageFolder, or the like of it, in a stock DataLoader."""
 
     def __init__(self, params: Params) -> None:
-        packed = Pixels([params["file"]])
+        packed = PackedFiles([params["file"]])
         paths = [str(Path(params["images"]) / key) for key in packed.keys()]  # noqa: SIM118 - no dict
         crop = PillowCrop(params["crop"])
         kind = imagefolder_class() if len(packed.classes) else None
@@ -157,7 +157,7 @@ class FolderOfTensors(_Subject):
         if params.get("tensors_of") == "small":
             dataset, files = _small_folder(params, transform, loader=_decoded), [params["small"]]
         else:
-            packed = Pixels([params["file"]])
+            packed = PackedFiles([params["file"]])
             files = [str(Path(params["images"]) / key) for key in packed.keys()]  # noqa: SIM118
             dataset = imagefolder_class()(
                 params["images"], transform, loader=_decoded, is_valid_file=set(files).__contains__

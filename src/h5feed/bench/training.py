@@ -31,7 +31,7 @@ from h5feed.bench.outcomes import Outcome
 from h5feed.bench.report import Report
 from h5feed.bench.rounds import run
 from h5feed.errors import UsageError
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.packing.run import pack
 from h5feed.store.read import read_index
 
@@ -139,7 +139,7 @@ def train(
     options.check()
     if options.sweep:
         raise UsageError("sweep is for loaders alone: leave it out with train")
-    pixels = Pixels([file])
+    pixels = PackedFiles([file])
     options = options.for_file(pixels)
     ((_, workers),) = settings(options, len(pixels))
     model = given.chosen(options.where)

@@ -13,7 +13,7 @@ from h5feed.cli._common import check_target, run_command
 from h5feed.disk import replaced
 from h5feed.errors import UsageError
 from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.sheet import contact_sheet
 from h5feed.progress import Progress
 from h5feed.text import counted, counted_labels, printable, printable_json, say
@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _show(command: _ShowOptions) -> None:
     _check(command)
-    pixels = Pixels([command.file]).reading()
+    pixels = PackedFiles([command.file]).reading()
     facts = file_facts(pixels.indexes[0])
     if command.stats:
         facts["channel_stats"] = asdict(_stats(pixels))
@@ -74,7 +74,7 @@ def _write_sheet(command: _ShowOptions, path: Path) -> None:
         sheet.save(file, "PNG")
 
 
-def _stats(pixels: Pixels) -> ChannelStats:
+def _stats(pixels: PackedFiles) -> ChannelStats:
     with Progress(len(pixels), "statistics") as progress:
         return channel_stats(pixels, progress=progress.advance)
 

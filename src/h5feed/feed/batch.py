@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import DamagedItemError, UsageError
-from h5feed.feed.device import Lane, Resident
-from h5feed.feed.files import GO_ON, Pixels, cannot_be
+from h5feed.feed.device import DeviceTransfer, Resident
+from h5feed.feed.files import GO_ON, PackedFiles, cannot_be
 from h5feed.feed.image import JpegItems
 from h5feed.feed.memory import Ring, Slot
 from h5feed.feed.options import OnError
@@ -24,8 +24,8 @@ from h5feed.feed.sampling import Drawing
 from h5feed.store import FieldSpec
 
 __all__ = [
+    "BatchBuilder",
     "Field",
-    "Recipe",
     "transform_targets",
 ]
 
@@ -38,13 +38,13 @@ _SMALL = 16 << 10  # bytes of an image that many are copied of by one call
 _WORTH = 3 << 18  # bytes of those for a job: 256 of CIFAR's
 
 
-class Recipe:
+class BatchBuilder:
     """Makes parameters, memory and delivered tensors of batches. Thread-safe; knows no epoch.
 
     Args:
         pixels: what to feed.
         pipeline: what happens to the images; None where they are delivered as stored.
-        lane: where batches go.
+        transfer: where batches go.
         batch_size: rows of a slot.
         on_device: run the pipeline on the delivered bytes rather than in the loader's threads.
         keep: free slots to keep per field and view.
@@ -58,9 +58,9 @@ class Recipe:
 
     def __init__(
         self,
-        pixels: Pixels,
+        pixels: PackedFiles,
         pipeline: Pipeline | None,
-        lane: Lane,
+        transfer: DeviceTransfer,
         *,
         batch_size: int,
         on_device: bool,
@@ -73,7 +73,7 @@ class Recipe:
     ) -> None:
         self.pixels = pixels
         self.pipeline = pipeline
-        self.lane = lane
+        self.transfer = transfer
         self.on_device = on_device
         self.on_error: OnError = on_error
         self._target_transform = target_transform
@@ -102,18 +102,18 @@ class Recipe:
 
     def take_slots(self) -> list[list[Slot]]:
         """Return a slot per field and view."""
-        self.lane.reclaim()
+        self.transfer.reclaim()
         return [[ring.take() for ring in field.rings] for field in self.fields]
 
     def deliver(
         self, indices: Indices, params: Params | None, slots: Sequence[Sequence[Slot]]
     ) -> tuple[Any, Any]:
-        """Return the batch as the consumer gets it, and the lane's ticket for it."""
+        """Return the batch as the consumer gets it, and the transfer's ticket for it."""
         if params is not None and self.pipeline is not None and not self.on_device:
             self.pipeline.mix_rows(params, slots[0][0].rows[: len(indices)])
-        with self.lane.stream():
+        with self.transfer.stream():
             sent = {
-                field.name: [self.lane.send(slot, len(indices)) for slot in row]
+                field.name: [self.transfer.send(slot, len(indices)) for slot in row]
                 for field, row in zip(self.fields, slots, strict=True)
             }
             where: Any = None
@@ -126,7 +126,7 @@ class Recipe:
             batch: tuple[Any, ...] = (images, self._target(indices, masks, params))
             if self._with_index:
                 batch += (where,)
-            ticket = self.lane.close([slot for row in slots for slot in row])
+            ticket = self.transfer.close([slot for row in slots for slot in row])
         return batch, ticket
 
     def _images(self, rows: Sequence[Tensor], params: Params | None) -> Any:
@@ -154,10 +154,10 @@ class Recipe:
         return transform_targets(next(iter(masks.values())), transform, name, dtype)
 
     def _small(self, tensor: Any) -> Any:
-        if isinstance(tensor, Tensor) and tensor.device != self.lane.device:
-            if self.lane.pinned:  # from pageable memory a copy waits for the device
+        if isinstance(tensor, Tensor) and tensor.device != self.transfer.device:
+            if self.transfer.pinned:  # from pageable memory a copy waits for the device
                 tensor = tensor.pin_memory()
-            return tensor.to(self.lane.device, non_blocking=True)
+            return tensor.to(self.transfer.device, non_blocking=True)
         return tensor
 
     def _field(self, spec: FieldSpec) -> Field:
@@ -167,7 +167,7 @@ class Recipe:
         shape, dtype = self._row(spec, stored)
         views = 1 if self.pipeline is None or stored else self.pipeline.views
         rings = [
-            Ring((self._batch_size, *shape), dtype, keep=self._keep, pinned=self.lane.pinned)
+            Ring((self._batch_size, *shape), dtype, keep=self._keep, pinned=self.transfer.pinned)
             for _ in range(views)
         ]
         if self.pipeline is None or stored:
@@ -198,7 +198,7 @@ class Field:
     holds the GIL as long for a few: on two threads CIFAR's come a third faster by 256 than by 128.
     """
 
-    def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
+    def __init__(self, pixels: PackedFiles, name: str, rings: Sequence[Ring]) -> None:
         self.pixels = pixels
         self.name = name
         self.rings = rings
@@ -223,7 +223,7 @@ class Field:
 class WholeItems(Field):
     """Items of one size copied as they are stored: for a device, or where nothing is changed."""
 
-    def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
+    def __init__(self, pixels: PackedFiles, name: str, rings: Sequence[Ring]) -> None:
         super().__init__(pixels, name, rings)
         one = len(pixels.paths) == 1 and pixels.mapped
         self._all = pixels.whole(name) if one else None
@@ -244,7 +244,7 @@ class WholeItems(Field):
 class Decoded(Field):
     """JPEG items decoded straight into their rows: for a device, or where nothing is changed."""
 
-    def __init__(self, pixels: Pixels, name: str, rings: Sequence[Ring]) -> None:
+    def __init__(self, pixels: PackedFiles, name: str, rings: Sequence[Ring]) -> None:
         super().__init__(pixels, name, rings)
         self._items = JpegItems(pixels, name)
 
@@ -264,7 +264,7 @@ class Augmented(Field):
     """Views of raw or NV12 items, through the pipeline's kernel into the rows."""
 
     def __init__(
-        self, pixels: Pixels, name: str, rings: Sequence[Ring], pipeline: Pipeline
+        self, pixels: PackedFiles, name: str, rings: Sequence[Ring], pipeline: Pipeline
     ) -> None:
         super().__init__(pixels, name, rings)
         spec = pixels.specs[name]
@@ -315,7 +315,7 @@ class DecodedAndAugmented(Field):
     """
 
     def __init__(
-        self, pixels: Pixels, name: str, rings: Sequence[Ring], pipeline: Pipeline
+        self, pixels: PackedFiles, name: str, rings: Sequence[Ring], pipeline: Pipeline
     ) -> None:
         super().__init__(pixels, name, rings)
         self._pipeline = pipeline

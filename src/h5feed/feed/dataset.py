@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from h5feed.errors import UsageError
-from h5feed.feed.files import FilePath, Pixels, expand_paths
+from h5feed.feed.files import FilePath, PackedFiles, expand_paths
 from h5feed.feed.image import (
     Aspect,
     Output,
@@ -100,7 +100,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._warns = self._unasked
         self._target_dtype = target_dtype
         self.max_pixels = max_pixels
-        self.pixels = Pixels(expand_paths(path))
+        self.pixels = PackedFiles(expand_paths(path))
         check_max_pixels(self.pixels, max_pixels)
         self._lists: dict[str, Any] = {}
         self.transform = transform

@@ -1,6 +1,6 @@
 """Where batches go: nowhere further, or to a CUDA device; and images that lie there.
 
-All knowledge of streams and events is behind `Lane`, so that the loader reads the same for both.
+All knowledge of streams and events is behind `DeviceTransfer`: the loader reads the same for both.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 
 from h5feed.augment.cpu import readable
 from h5feed.errors import UsageError
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.memory import PageLocked, Slot
 from h5feed.system import available_memory
 
 __all__ = [
     "Copies",
-    "CudaLane",
-    "HostLane",
-    "Lane",
+    "CudaTransfer",
+    "DeviceTransfer",
+    "HostTransfer",
     "Residency",
     "Resident",
     "choose_residency",
     "choose_resident",
-    "open_lane",
+    "open_transfer",
     "reside",
 ]
 
@@ -60,11 +60,11 @@ class Event(Protocol):
         ...
 
 
-class Lane(Protocol):
+class DeviceTransfer(Protocol):
     """The way of a batch from its slots to the tensors that the consumer gets.
 
-    A loader thread does `with lane.stream(): send(...)…; close(...)`; the consumer's thread does
-    `receive`. None of them waits for a device.
+    A loader thread does `with transfer.stream(): send(...)…; close(...)`; the consumer's thread
+    does `receive`. None of them waits for a device.
     """
 
     device: torch.device
@@ -103,7 +103,7 @@ class Lane(Protocol):
         ...
 
 
-class HostLane:
+class HostTransfer:
     """Batches stay where they were written: the slot itself is lent to the consumer."""
 
     def __init__(self) -> None:
@@ -157,11 +157,11 @@ class Copies:
                     slot.go_home()
 
 
-class CudaLane:
+class CudaTransfer:
     """Batches are copied from pinned slots on a stream of their own, overlapping compute.
 
     Outputs belong to the caching allocator; `record_stream` tells it that the consumer's stream
-    uses what the lane's stream allocated. A slot comes back by its copy's event.
+    uses what the transfer's stream allocated. A slot comes back by its copy's event.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -174,7 +174,7 @@ class CudaLane:
         self._copies = Copies()
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Return the context of the lane's own stream."""
+        """Return the context of the transfer's own stream."""
         context: AbstractContextManager[Any] = self._cuda.stream(self._stream)
         return context
 
@@ -221,25 +221,25 @@ class CudaLane:
         return torch.cuda.mem_get_info(self.device)[0] + unused
 
 
-def open_lane(device: str | torch.device) -> Lane:
-    """Return the lane to `device`, where "gpu" is "cuda"; UsageError for any other kind."""
+def open_transfer(device: str | torch.device) -> DeviceTransfer:
+    """Return the transfer to `device`, where "gpu" is "cuda"; UsageError for any other kind."""
     try:
         wanted = torch.device("cuda" if device == "gpu" else device)
     except RuntimeError:  # torch lists all the names it knows
         wanted = torch.device("meta")
     if wanted.type == "cpu":
-        return HostLane()
+        return HostTransfer()
     if wanted.type != "cuda":
         raise UsageError(f"device={str(device)!r} is not one H5Loader sends to: cpu or cuda")
     if not torch.cuda.is_available():
         raise UsageError(f"device={str(device)!r}, but this torch sees no CUDA device")
-    return CudaLane(wanted)
+    return CudaTransfer(wanted)
 
 
 def choose_residency(
     asked: Residency,
-    pixels: Pixels,
-    lane: Lane,
+    pixels: PackedFiles,
+    transfer: DeviceTransfer,
     *,
     augment_on: str,
     free_host: Callable[[], int | None] = available_memory,
@@ -259,12 +259,12 @@ def choose_residency(
         return asked, "as asked"
     if obstacle is not None:
         return "stream", obstacle[0]
-    if lane.device.type == "cpu":
+    if transfer.device.type == "cpu":
         return "stream", "batches stay on the CPU"
-    return _by_size(pixels, lane, free_host() or 0)
+    return _by_size(pixels, transfer, free_host() or 0)
 
 
-def _obstacle(pixels: Pixels, augment_on: str) -> tuple[str, str] | None:
+def _obstacle(pixels: PackedFiles, augment_on: str) -> tuple[str, str] | None:
     """Return why a device cannot gather these images, and what to do; None if it can."""
     spec = pixels.specs["images"]
     if not spec.is_fixed:
@@ -282,17 +282,17 @@ def _obstacle(pixels: Pixels, augment_on: str) -> tuple[str, str] | None:
     return None
 
 
-def _by_size(pixels: Pixels, lane: Lane, host: int) -> tuple[Residency, str]:
+def _by_size(pixels: PackedFiles, transfer: DeviceTransfer, host: int) -> tuple[Residency, str]:
     size = len(pixels) * pixels.specs["images"].item_bytes
-    free = lane.free_bytes()
+    free = transfer.free_bytes()
     if size <= _OF_DEVICE * free:
-        return "device", f"{_gb(size)} of {_gb(free)} that are free on {lane.device}"
+        return "device", f"{_gb(size)} of {_gb(free)} that are free on {transfer.device}"
     copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process keeps its own
     wanted = size * copies
     each = f" in each of {copies} processes" if copies > 1 else ""
     if wanted <= _OF_HOST * host:
-        return "pinned", f"{_gb(size)}{each}: too much for {lane.device}, but not for the host"
-    return "stream", f"{_gb(size)}{each}: too much for {lane.device} and for the host's memory"
+        return "pinned", f"{_gb(size)}{each}: too much for {transfer.device}, but not for the host"
+    return "stream", f"{_gb(size)}{each}: too much for {transfer.device} and for the host's memory"
 
 
 def _gb(size: int) -> str:
@@ -304,17 +304,17 @@ class Resident:
 
     Args:
         pixels: what to copy; its images have one size in bytes.
-        lane: to the device that gathers.
+        transfer: to the device that gathers.
         pinned: keep them in page-locked memory, from which the device reads; else on the device.
 
     """
 
-    def __init__(self, pixels: Pixels, lane: Lane, *, pinned: bool) -> None:
+    def __init__(self, pixels: PackedFiles, transfer: DeviceTransfer, *, pinned: bool) -> None:
         spec = pixels.specs["images"]
         self._shape = spec.item_shape(spec.height, spec.width)
         self.nbytes = len(pixels) * spec.item_bytes
         """Bytes taken."""
-        written, read = lane.reserve(self.nbytes, pinned=pinned)
+        written, read = transfer.reserve(self.nbytes, pinned=pinned)
         _copy(pixels, written)
         # In wide words: the device moves them with a fraction of the instructions, and over the
         # bus in requests of full size.
@@ -332,39 +332,39 @@ class Resident:
         return made.view(torch.uint8).view(len(indices), *self._shape)
 
 
-def reside(pixels: Pixels, lane: Lane, *, pinned: bool) -> Resident:
-    """Return the images of `pixels` for `lane`'s device: those that another loader has, if any.
+def reside(pixels: PackedFiles, transfer: DeviceTransfer, *, pinned: bool) -> Resident:
+    """Return the images of `pixels` for `transfer`'s device: those that another loader has, if any.
 
     A loader for training and one for scoring over parts of one file share them.
     """
-    key = (pixels.fingerprint, str(lane.device), pinned)
+    key = (pixels.fingerprint, str(transfer.device), pinned)
     with _LOCK:
         found = _SHARED.get(key)
         if found is None:
-            found = _SHARED[key] = Resident(pixels, lane, pinned=pinned)
+            found = _SHARED[key] = Resident(pixels, transfer, pinned=pinned)
         return found
 
 
 def choose_resident(
-    asked: Residency, pixels: Pixels, lane: Lane, *, augment_on: str
+    asked: Residency, pixels: PackedFiles, transfer: DeviceTransfer, *, augment_on: str
 ) -> tuple[Residency, str, Resident | None]:
     """Return where the images lie, why, and what gathers them where a device does.
 
     What `choose_residency` says; but "auto" streams what there turns out to be no room for, or
     what the system does not lock.
     """
-    mode, why = choose_residency(asked, pixels, lane, augment_on=augment_on)
+    mode, why = choose_residency(asked, pixels, transfer, augment_on=augment_on)
     if mode == "stream":
         return mode, why, None
     try:
-        return mode, why, reside(pixels, lane, pinned=mode == "pinned")
+        return mode, why, reside(pixels, transfer, pinned=mode == "pinned")
     except UsageError as ex:
         if asked != "auto":
             raise
         return "stream", str(ex).partition(";")[0], None
 
 
-def _copy(pixels: Pixels, written: torch.Tensor) -> None:
+def _copy(pixels: PackedFiles, written: torch.Tensor) -> None:
     """Copy the images of all files, one after another, into uint8 (bytes,)."""
     at = 0
     for file in pixels.wholes("images"):

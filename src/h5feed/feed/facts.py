@@ -8,7 +8,7 @@ from typing import Any
 import cv2
 import numpy as np
 
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import image_reader
 from h5feed.store import FileIndex
 from h5feed.system import available_cores
@@ -29,7 +29,7 @@ class ChannelStats:
 
 
 def channel_stats(
-    pixels: Pixels,
+    pixels: PackedFiles,
     *,
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -108,7 +108,7 @@ def file_facts(index: FileIndex) -> dict[str, Any]:
 
 
 def _sums(
-    pixels: Pixels, read: Callable[[int], Any], indices: np.ndarray[Any, np.dtype[np.int64]]
+    pixels: PackedFiles, read: Callable[[int], Any], indices: np.ndarray[Any, np.dtype[np.int64]]
 ) -> Any:
     pixels.announce(indices, ["images"])
     sums = np.zeros((3, 3))

@@ -23,7 +23,7 @@ __all__ = [
     "BYTES_CHANGED",
     "GO_ON",
     "FilePath",
-    "Pixels",
+    "PackedFiles",
     "cannot_be",
     "check_alike",
     "expand_paths",
@@ -42,7 +42,7 @@ GO_ON = ', and on_error="skip" goes on without them'
 """What to do about a damaged item, in the words that end its error."""
 
 
-class Pixels:
+class PackedFiles:
     """The stored items of one or several packed files, in order.
 
     Safe under fork and threads: after opening there is only memory to look at. It pickles as
@@ -87,14 +87,14 @@ class Pixels:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.paths, [index.fingerprint for index in self.indexes])
 
-    def reading(self) -> Pixels:
+    def reading(self) -> PackedFiles:
         """Return the same items, of which `item` reads each from the disk into memory of its own.
 
         Then a DamagedItemError says what the disk does not give, where a view ends the process.
         """
         for mapping in self._mappings:
             mapping.keep_open()
-        made = object.__new__(_ReadPixels)
+        made = object.__new__(_ReadFiles)
         made.__dict__ |= self.__dict__
         made._readers = {
             name: [partial(m.read, i.extents[name]) for m, i in self._files()]
@@ -235,7 +235,7 @@ class Pixels:
         return number, address, length
 
 
-class _ReadPixels(Pixels):
+class _ReadFiles(PackedFiles):
     mapped = False
 
     def item(self, field: str, index: int) -> npt.NDArray[np.uint8]:
@@ -289,9 +289,9 @@ def _join(arrays: Sequence[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _reopen(paths: list[str], fingerprints: list[str]) -> Pixels:
+def _reopen(paths: list[str], fingerprints: list[str]) -> PackedFiles:
     """Open again what was pickled, and refuse a file that is not the same any more."""
-    pixels = Pixels(paths)
+    pixels = PackedFiles(paths)
     for index, wanted in zip(pixels.indexes, fingerprints, strict=True):
         if index.fingerprint != wanted:
             raise H5FormatError(

@@ -14,7 +14,7 @@ from PIL import Image
 
 from h5feed.augment.frame import Shapes
 from h5feed.errors import H5FormatError, UsageError
-from h5feed.feed.files import BYTES_CHANGED, Pixels
+from h5feed.feed.files import BYTES_CHANGED, PackedFiles
 from h5feed.jpeg import (
     Box,
     JpegHeader,
@@ -47,7 +47,7 @@ _AT_ONCE = 1 << 16  # items: the first is found at once, and ten million cost no
 
 
 def image_reader(
-    pixels: Pixels, field: str, *, output: Output, aspect: Aspect
+    pixels: PackedFiles, field: str, *, output: Output, aspect: Aspect
 ) -> Callable[[int], Any]:
     """Return the function that makes item `index` of a field into what `output` says.
 
@@ -107,7 +107,7 @@ def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, 
     return (long, short) if size[0] > size[1] else (short, long)
 
 
-def check_max_pixels(pixels: Pixels, max_pixels: int) -> None:
+def check_max_pixels(pixels: PackedFiles, max_pixels: int) -> None:
     """Raise H5FormatError where an image is stored at more than `max_pixels` pixels."""
     shapes = pixels.stored_shapes
     sizes = shapes[:1] if pixels.specs["images"].is_fixed else shapes
@@ -121,7 +121,7 @@ def check_max_pixels(pixels: Pixels, max_pixels: int) -> None:
         )
 
 
-def first_squeezed(pixels: Pixels) -> int | None:
+def first_squeezed(pixels: PackedFiles) -> int | None:
     """Return the first item that fit="stretch" stored in other than its own proportions.
 
     By more than a pixel, which is what h5feed.augment takes for squeezed. None where none is.
@@ -139,7 +139,7 @@ def first_squeezed(pixels: Pixels) -> int | None:
     return None
 
 
-def _stored_reader(pixels: Pixels, field: str, *, writable: bool) -> Callable[[int], U8]:
+def _stored_reader(pixels: PackedFiles, field: str, *, writable: bool) -> Callable[[int], U8]:
     """Item → (H, W, C) as stored."""
     encoding = pixels.specs[field].encoding
     if encoding == "raw":
@@ -166,7 +166,7 @@ class JpegItems:
     Headers of the "original" files are parsed.
     """
 
-    def __init__(self, pixels: Pixels, field: str) -> None:
+    def __init__(self, pixels: PackedFiles, field: str) -> None:
         self._pixels = pixels
         self._field = field
         self._encoded = pixels.specs[field].encoding == "jpeg"
@@ -231,7 +231,9 @@ def _of_size(out: U8 | None, size: list[int]) -> U8 | None:
     return out
 
 
-def _true_proportions(pixels: Pixels, field: str, read: Callable[[int], U8]) -> Callable[[int], U8]:
+def _true_proportions(
+    pixels: PackedFiles, field: str, read: Callable[[int], U8]
+) -> Callable[[int], U8]:
     """Undo what fitting did to the proportions: stretched is resized, padded is cut out."""
     spec = pixels.specs[field]
     if spec.fit == "pad" and pixels.boxes is not None:

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from h5feed.augment import Params
 from h5feed.errors import DamagedItemError, UsageError
-from h5feed.feed.batch import Field, Recipe
+from h5feed.feed.batch import BatchBuilder, Field
 from h5feed.feed.memory import Slot
-from h5feed.feed.readahead import Ahead
-from h5feed.feed.workers import Job, Pool
+from h5feed.feed.readahead import ReadAhead
+from h5feed.feed.workers import Job, WorkerPool
 
 __all__ = [
+    "BatchTask",
     "Counts",
     "Cursor",
     "Epoch",
-    "Run",
-    "Work",
+    "EpochIterator",
     "copy_rows",
     "none_whole",
     "substitutes",
@@ -90,7 +90,7 @@ class Counts:
         self.repeated += repeated
 
 
-class Run(Iterator[Any]):
+class EpochIterator(Iterator[Any]):
     """The iterator over one pass. Letting it go ends it; its threads belong to the pool.
 
     Several threads may share it: each batch goes to one of them. A forked child may not.
@@ -104,10 +104,10 @@ class Run(Iterator[Any]):
         self._cursor = cursor
         self._counts = counts
         self._requested = 0
-        self._works: deque[Work] = deque()
+        self._tasks: deque[BatchTask] = deque()
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        epoch.run = weakref.ref(self)
+        epoch.iterator = weakref.ref(self)
         for _ in range(prefetch):
             self._request()
 
@@ -117,48 +117,48 @@ class Run(Iterator[Any]):
             return self._next()
 
     def _next(self) -> Any:
-        if not self._works:
+        if not self._tasks:
             if not self._epoch.cancelled:
                 self._complete()
             raise StopIteration
-        work = self._works[0]
+        task = self._tasks[0]
         began = perf_counter()
-        with work.ready:  # interruptible: Ctrl-C arrives here, and the batch can be asked for again
+        with task.ready:  # interruptible: Ctrl-C arrives here, and the batch can be asked for again
             pass
         self._counts.wait_s += perf_counter() - began
         if self._epoch.cancelled:  # closed by another thread
             raise StopIteration
-        self._works.popleft()
+        self._tasks.popleft()
         self._request()
-        if work.error is not None:
+        if task.error is not None:
             self.close()
-            raise work.take_error()
-        return self._hand_over(work)
+            raise task.take_error()
+        return self._hand_over(task)
 
     def close(self) -> None:
         """End the pass: what is in the making is let go."""
         self._epoch.ended = True
-        self._works.clear()
+        self._tasks.clear()
 
     def _request(self) -> None:
         if self._requested < len(self._steps):
-            work = Work(self._epoch, self._requested)
+            task = BatchTask(self._epoch, self._requested)
             self._requested += 1
-            self._works.append(work)
-            self._epoch.pool.submit(work.plan)
+            self._tasks.append(task)
+            self._epoch.pool.submit(task.plan)
 
-    def _hand_over(self, work: Work) -> Any:
+    def _hand_over(self, task: BatchTask) -> Any:
         counts, steps = self._counts, self._steps
-        counts.add(len(work.indices), skipped=work.skipped, repeated=steps.repeats(work.step))
-        self._cursor.advance(steps.consumed(work.step + 1))
-        counts.announced_bytes += work.announced
-        batch, work.batch = work.batch, None
+        counts.add(len(task.indices), skipped=task.skipped, repeated=steps.repeats(task.step))
+        self._cursor.advance(steps.consumed(task.step + 1))
+        counts.announced_bytes += task.announced
+        batch, task.batch = task.batch, None
         self._warn_of_held_batches()
-        self._epoch.recipe.lane.receive(work.ticket, _tensors(batch))
+        self._epoch.builder.transfer.receive(task.ticket, _tensors(batch))
         return batch
 
     def _warn_of_held_batches(self) -> None:
-        rings, counts = self._epoch.recipe.rings, self._counts
+        rings, counts = self._epoch.builder.rings, self._counts
         if not counts.held_many and any(len(ring) > _MANY * ring.keep for ring in rings):
             counts.held_many = True
             held = sum(ring.nbytes for ring in rings) / 1e6
@@ -198,20 +198,20 @@ def _tensors(batch: Any) -> list[Tensor]:
 class Epoch:
     """What the batches of one pass share."""
 
-    recipe: Recipe
-    ahead: Ahead
-    pool: Pool
+    builder: BatchBuilder
+    ahead: ReadAhead
+    pool: WorkerPool
     ended: bool = False
-    run: Callable[[], object] = lambda: None
+    iterator: Callable[[], object] = lambda: None
     """A weak reference to the pass: nobody waits for batches of one that is no more."""
 
     @property
     def cancelled(self) -> bool:
         """Whether nobody will take another batch."""
-        return self.ended or self.run() is None
+        return self.ended or self.iterator() is None
 
 
-class Work:
+class BatchTask:
     """One batch, from its step number to the tensors that are delivered.
 
     `plan` and the chunks it hands out run in loader threads; the consumer waits for `ready`, then
@@ -259,10 +259,10 @@ class Work:
 
     def _chunk_jobs(self) -> list[Job]:
         self.indices, self._params, self.announced = self._epoch.ahead.samples(self.step)
-        self._slots = self._epoch.recipe.take_slots()
+        self._slots = self._epoch.builder.take_slots()
         count = len(self.indices)
         parts = _CHUNKS * self._epoch.pool.threads if self._slots else 1
-        least = max((field.least for field in self._epoch.recipe.fields), default=1)
+        least = max((field.least for field in self._epoch.builder.fields), default=1)
         size = max(-(-count // parts), least)
         return [partial(self._chunk, a, min(a + size, count)) for a in range(0, count, size)]
 
@@ -270,7 +270,7 @@ class Work:
         """Fill rows begin to end; the last one to finish delivers (a job)."""
         if not self._epoch.cancelled and self.error is None:
             try:
-                for field, slots in zip(self._epoch.recipe.fields, self._slots, strict=True):
+                for field, slots in zip(self._epoch.builder.fields, self._slots, strict=True):
                     self._fill(field, slots, begin, end)
             except BaseException as ex:
                 self.error = ex
@@ -299,7 +299,7 @@ class Work:
             except cv2.error as ex:
                 error = field.damaged(int(self.indices[k]), ex)
                 error.__cause__ = ex
-            if self._epoch.recipe.on_error == "raise":
+            if self._epoch.builder.on_error == "raise":
                 raise error
             self._damage[k] = field, error
 
@@ -307,7 +307,7 @@ class Work:
         if self.error is None and not self._epoch.cancelled:
             try:
                 self._substitute()
-                self.batch, self.ticket = self._epoch.recipe.deliver(
+                self.batch, self.ticket = self._epoch.builder.deliver(
                     self.indices, self._params, self._slots
                 )
             except BaseException as ex:

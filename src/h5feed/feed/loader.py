@@ -13,10 +13,10 @@ from torch.utils.data import Sampler
 
 from h5feed.augment import Op
 from h5feed.errors import UsageError
-from h5feed.feed.batch import Recipe
+from h5feed.feed.batch import BatchBuilder
 from h5feed.feed.dataset import H5Dataset
-from h5feed.feed.device import Residency, choose_resident, open_lane
-from h5feed.feed.iterator import Counts, Cursor, Epoch, Run
+from h5feed.feed.device import Residency, choose_resident, open_transfer
+from h5feed.feed.iterator import Counts, Cursor, Epoch, EpochIterator
 from h5feed.feed.memory import check_room
 from h5feed.feed.options import (
     AugmentOn,
@@ -37,9 +37,9 @@ from h5feed.feed.options import (
     leave_cores_to_loader,
 )
 from h5feed.feed.order import Order
-from h5feed.feed.readahead import Ahead
-from h5feed.feed.sampling import Arrangement, Schedule, Steps
-from h5feed.feed.workers import Pool
+from h5feed.feed.readahead import ReadAhead
+from h5feed.feed.sampling import BatchPlan, SampleOrder, Steps
+from h5feed.feed.workers import WorkerPool
 
 __all__ = [
     "H5Loader",
@@ -85,7 +85,7 @@ class PackedLoader(ABC):
         self._tail: Tail = tail
         check_ranks(rank, world_size)
         self._given_ranks = rank, world_size
-        self._arrangement = Arrangement(
+        self._order = SampleOrder(
             len(ds),
             shuffle=shuffle,
             sampler=sampler,
@@ -138,7 +138,7 @@ class PackedLoader(ABC):
         return asdict(
             State(
                 fingerprint=self.dataset.pixels.fingerprint,
-                order=self._arrangement.kind,
+                order=self._order.kind,
                 listed=self._cursor.listed,
                 seed=self.seed,
                 epoch=self._cursor.epoch,
@@ -156,9 +156,9 @@ class PackedLoader(ABC):
         of another order, and for one that stands outside its epoch.
         """
         found = read_state(
-            state, fingerprint=self.dataset.pixels.fingerprint, order=self._arrangement.kind
+            state, fingerprint=self.dataset.pixels.fingerprint, order=self._order.kind
         )
-        check_place(found, self._arrangement.samples(found.epoch))
+        check_place(found, self._order.samples(found.epoch))
         self.seed = found.seed
         self._cursor = Cursor(found.epoch, found.consumed, found.listed)
 
@@ -167,8 +167,8 @@ class PackedLoader(ABC):
         cursor = replace(self._cursor)
         if cursor.begun or self._is_over(cursor):
             cursor = Cursor(cursor.epoch + 1)
-        order = self._arrangement.order(self.seed, cursor.epoch)
-        self._check_listed(cursor, self._arrangement.listed(order))
+        order = self._order.order(self.seed, cursor.epoch)
+        self._check_listed(cursor, self._order.listed(order))
         self._cursor = cursor
         return cursor, order, self._steps(cursor.consumed)
 
@@ -176,13 +176,13 @@ class PackedLoader(ABC):
         """Whether a loaded state left nothing of its epoch, which nobody asked for by name."""
         if cursor.named or cursor.consumed == 0:
             return False
-        self._arrangement.samples(cursor.epoch)  # a sampler's length may depend on the epoch
+        self._order.samples(cursor.epoch)  # a sampler's length may depend on the epoch
         return len(self._steps(cursor.consumed)) == 0
 
     def _steps(self, start: int) -> Steps:
         rank, world_size = choose_ranks(*self._given_ranks)
         return Steps(
-            samples=len(self._arrangement),
+            samples=len(self._order),
             batch_size=self.batch_size,
             rank=rank,
             world_size=world_size,
@@ -320,10 +320,10 @@ class H5Loader(PackedLoader):
         )
         self.prefetch = prefetch
         self._lookahead = lookahead
-        lane = open_lane(device)
+        transfer = open_transfer(device)
         pixels = choose_pixels(ds.pixels, io, residency)
         self.residency, why, resident = choose_resident(
-            residency, ds.pixels, lane, augment_on=augment_on
+            residency, ds.pixels, transfer, augment_on=augment_on
         )
         resides = resident is not None
         pipeline, on_device, reason = choose_pipeline(
@@ -332,18 +332,18 @@ class H5Loader(PackedLoader):
             views=views,
             antialias=antialias,
             on="device" if resides else augment_on,
-            lane=lane,
+            transfer=transfer,
         )
         self._reasons = {
             "residency_reason": why,
             "augment_on_reason": "the images are there" if resides else reason,
-            "decoding": explain_decoding(ds.pixels, lane),
+            "decoding": explain_decoding(ds.pixels, transfer),
         }
         self._compiled = compile_ops(pipeline, on_device=on_device) if compile else None
-        self._recipe = Recipe(
+        self._builder = BatchBuilder(
             pixels,
             pipeline,
-            lane,
+            transfer,
             batch_size=batch_size,
             on_device=on_device,
             keep=prefetch + 2,
@@ -353,34 +353,35 @@ class H5Loader(PackedLoader):
             with_index=with_index,
             resident=resident,
         )
-        check_room(self._recipe.rings, prefetch + 1)
-        idle = num_workers == "auto" and not self._recipe.fields  # the device does it all
-        self.num_workers = 1 if idle else choose_workers(num_workers, lane.device)
+        check_room(self._builder.rings, prefetch + 1)
+        idle = num_workers == "auto" and not self._builder.fields  # the device does it all
+        self.num_workers = 1 if idle else choose_workers(num_workers, transfer.device)
         leave_cores_to_loader(None if on_device else pipeline, self.num_workers)
-        self._pool = Pool(self.num_workers)
+        self._pool = WorkerPool(self.num_workers)
         self._counts = Counts()
-        self._runs: list[weakref.ref[Run]] = []
+        self._passes: list[weakref.ref[EpochIterator]] = []
 
-    def __iter__(self) -> Run:
+    def __iter__(self) -> EpochIterator:
         """Begin a pass; it makes batches ahead as soon as it exists."""
         cursor, order, steps = self._begin()
-        schedule = Schedule(order, steps, self._recipe.drawing, seed=self.seed, epoch=cursor.epoch)
-        fields = [field.name for field in self._recipe.fields]
-        ahead = Ahead(self.dataset.pixels, schedule, lookahead=self._lookahead, fields=fields)
-        epoch = Epoch(recipe=self._recipe, ahead=ahead, pool=self._pool)
-        run = Run(epoch, cursor, self._counts, prefetch=self.prefetch)
+        plan = BatchPlan(order, steps, self._builder.drawing, seed=self.seed, epoch=cursor.epoch)
+        fields = [field.name for field in self._builder.fields]
+        ahead = ReadAhead(self.dataset.pixels, plan, lookahead=self._lookahead, fields=fields)
+        epoch = Epoch(builder=self._builder, ahead=ahead, pool=self._pool)
+        begun = EpochIterator(epoch, cursor, self._counts, prefetch=self.prefetch)
         # no WeakSet: that would run Python, in which a Ctrl-C is lost, when a pass ends
-        self._runs = [other for other in self._runs if other() is not None] + [weakref.ref(run)]
-        return run
+        self._passes = [other for other in self._passes if other() is not None]
+        self._passes.append(weakref.ref(begun))
+        return begun
 
     def close(self) -> None:
         """End all passes and the threads; a later pass starts new ones.
 
         A loader that is let go, or a program that ends, does so by itself.
         """
-        for reference in self._runs:
-            if run := reference():
-                run.close()
+        for reference in self._passes:
+            if begun := reference():
+                begun.close()
         self._pool.close()
 
     def stats(self) -> dict[str, Any]:
@@ -393,7 +394,7 @@ class H5Loader(PackedLoader):
         resident_bytes (of images held for the device), compiled (whether the ops are),
         decoding (who decodes, and why).
         """
-        rings, resident = self._recipe.rings, self._recipe.resident
+        rings, resident = self._builder.rings, self._builder.resident
         return {
             **asdict(self._counts),
             "slots": sum(map(len, rings)),
@@ -402,7 +403,7 @@ class H5Loader(PackedLoader):
             "prefetch": self.prefetch,
             "residency": self.residency,
             "resident_bytes": 0 if resident is None else resident.nbytes,
-            "augment_on": "device" if self._recipe.on_device else "cpu",
+            "augment_on": "device" if self._builder.on_device else "cpu",
             "compiled": self._compiled is not None and self._compiled.error is None,
             **self._reasons,
         }
@@ -416,7 +417,7 @@ class State:
     fingerprint: str
     """Of the data, all files together."""
     order: str
-    """Arrangement.kind."""
+    """SampleOrder.kind."""
     listed: int
     """CRC-32 of what a sampler gave, where there is one."""
     seed: int

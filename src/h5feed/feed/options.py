@@ -13,8 +13,8 @@ from torch import distributed
 from h5feed.augment import Op, Pipeline
 from h5feed.augment.device import CompiledBatch
 from h5feed.errors import UsageError
-from h5feed.feed.device import Lane
-from h5feed.feed.files import Pixels
+from h5feed.feed.device import DeviceTransfer
+from h5feed.feed.files import PackedFiles
 from h5feed.store import FieldSpec
 from h5feed.system import available_cores
 
@@ -105,7 +105,7 @@ def choose_workers(num_workers: int | str, device: torch.device) -> int:
     return max(1, min(share, _MOST_WORKERS))
 
 
-def block_length(pixels: Pixels) -> int:
+def block_length(pixels: PackedFiles) -> int:
     """Return how many items make about 8 MB, what a disk reads in one go without losing time."""
     probe = range(0, len(pixels), max(1, len(pixels) // 100))
     mean = pixels.item_bytes(probe).mean() if len(probe) else 1
@@ -113,13 +113,13 @@ def block_length(pixels: Pixels) -> int:
 
 
 def choose_pipeline(
-    pixels: Pixels,
+    pixels: PackedFiles,
     augment: Sequence[Op],
     *,
     views: int,
     antialias: Any,
     on: AugmentOn,
-    lane: Lane,
+    transfer: DeviceTransfer,
 ) -> tuple[Pipeline | None, bool, str]:
     """Return the pipeline, bound; whether it runs on the device; and why.
 
@@ -129,7 +129,7 @@ def choose_pipeline(
         raise UsageError(f'augment_on={on!r} is none of "cpu", "device" and "auto"')
     spec = pixels.specs["images"]
     one_size = spec.fit != "keep" and spec.encoding != "original"
-    on_device, reason = _where(on, one_size, lane, spec)
+    on_device, reason = _where(on, one_size, transfer, spec)
     pipeline = Pipeline(augment, antialias=antialias, views=views)
     if not augment and one_size and spec.encoding != "yuv420":
         return None, on_device, reason
@@ -154,7 +154,7 @@ def compile_ops(pipeline: Pipeline | None, *, on_device: bool) -> CompiledBatch 
     return None if pipeline is None else pipeline.compile_device()
 
 
-def choose_pixels(pixels: Pixels, io: str, residency: str) -> Pixels:
+def choose_pixels(pixels: PackedFiles, io: str, residency: str) -> PackedFiles:
     """Return the items as they are to be read; UsageError for what is no way to read them."""
     if io not in get_args(Io):
         raise UsageError(f"io={io!r} is none of {', '.join(get_args(Io))}")
@@ -168,12 +168,12 @@ def choose_pixels(pixels: Pixels, io: str, residency: str) -> Pixels:
     return pixels.reading()
 
 
-def explain_decoding(pixels: Pixels, lane: Lane) -> str:
+def explain_decoding(pixels: PackedFiles, transfer: DeviceTransfer) -> str:
     """Return who decodes the images, and why."""
     spec = pixels.specs["images"]
     if not spec.is_encoded:
         return f"nobody: store={spec.encoding} is pixels"
-    if lane.device.type == "cpu":
+    if transfer.device.type == "cpu":
         return "loader threads: batches stay on the CPU"
     # torchvision creates nvJPEG without NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION, and waits for
     # the device in every batch (its decode_jpegs_cuda.cpp); deprecated since torchvision 0.29.
@@ -195,7 +195,9 @@ def leave_cores_to_loader(pipeline: Pipeline | None, threads: int) -> None:
             cv2.setNumThreads(1)
 
 
-def _where(on: AugmentOn, one_size: bool, lane: Lane, spec: FieldSpec) -> tuple[bool, str]:
+def _where(
+    on: AugmentOn, one_size: bool, transfer: DeviceTransfer, spec: FieldSpec
+) -> tuple[bool, str]:
     stored = f"store={spec.encoding}, fit={spec.fit}"
     if on == "device" and not one_size:
         raise UsageError(
@@ -204,11 +206,11 @@ def _where(on: AugmentOn, one_size: bool, lane: Lane, spec: FieldSpec) -> tuple[
         )
     if on != "auto":
         return on == "device", "as asked"
-    if lane.device.type == "cpu":
+    if transfer.device.type == "cpu":
         return False, "batches stay on the CPU"
     if not one_size:
         return False, f"{stored} has images of several sizes"
-    return True, f"{lane.device} is faster at it than the loader's threads"
+    return True, f"{transfer.device} is faster at it than the loader's threads"
 
 
 def check_whole(least: int | None = 1, /, **numbers: Any) -> None:

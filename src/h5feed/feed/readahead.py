@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from h5feed.feed.files import Pixels
-from h5feed.feed.sampling import Samples, Schedule
+from h5feed.feed.files import PackedFiles
+from h5feed.feed.sampling import BatchPlan, Samples
 
 __all__ = [
-    "Ahead",
+    "ReadAhead",
 ]
 
 _AT_ONCE = 2048  # samples: numpy's cost per call is then a small part
@@ -23,7 +23,7 @@ _STAY_AWAKE = 16  # times that many samples announced, after one of those was no
 Indices = NDArray[np.int64]
 
 
-class Ahead:
+class ReadAhead:
     """The batches of one pass: decided several at once, announced to the kernel a little before.
 
     Announcing costs 4 µs an image even where everything is in memory, so a few items are looked
@@ -31,7 +31,7 @@ class Ahead:
 
     Args:
         pixels: where the items lie.
-        schedule: which items make a batch.
+        plan: which items make a batch.
         lookahead: bytes to announce ahead of the batch being planned; 0 announces nothing.
         fields: the fields that are read at all.
 
@@ -39,15 +39,15 @@ class Ahead:
 
     def __init__(
         self,
-        pixels: Pixels,
-        schedule: Schedule,
+        pixels: PackedFiles,
+        plan: BatchPlan,
         *,
         lookahead: int,
         fields: Sequence[str] = ("images",),
     ) -> None:
-        self.steps = schedule.steps
+        self.steps = plan.steps
         self._pixels = pixels
-        self._schedule = schedule
+        self._plan = plan
         self._fields = fields
         self._lock = threading.Lock()
         self._decided: dict[int, Samples] = {}
@@ -72,9 +72,9 @@ class Ahead:
     def _decide(self) -> None:
         """Decide on the next steps, as many as make some thousand samples."""
         first = self._next_decided
-        count = 1 if self._schedule.alone else max(1, _AT_ONCE // self.steps.batch_size)
+        count = 1 if self._plan.alone else max(1, _AT_ONCE // self.steps.batch_size)
         last = min(first + count, len(self.steps))
-        made = self._schedule.samples(first, last)
+        made = self._plan.samples(first, last)
         self._decided.update(enumerate(made, first))
         self._next_decided = last
         if self._depth:
@@ -91,6 +91,6 @@ class Ahead:
 
     def _steps_in(self, lookahead: int) -> int:
         """Return how many steps make `lookahead` bytes, going by the first one, or enough items."""
-        first = self._schedule.order(self.steps.positions(0))
+        first = self._plan.order(self.steps.positions(0))
         by_bytes = -(-lookahead // max(1, int(self._pixels.item_bytes(first).sum())))
         return min(by_bytes, -(-_UNDER_WAY // len(first)))

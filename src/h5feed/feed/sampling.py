@@ -14,23 +14,23 @@ from torch.utils.data import Sampler
 
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import UsageError
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.options import Shuffle, Tail, check_whole
 from h5feed.feed.order import BlockShuffle, FullShuffle, Listed, Order, Sequential
 from h5feed.feed.random import Draws, hash_ints
 
 __all__ = [
-    "Arrangement",
+    "BatchPlan",
     "Drawing",
+    "SampleOrder",
     "Samples",
-    "Schedule",
     "Steps",
 ]
 
 Indices = NDArray[np.int64]
 
 
-class Arrangement:
+class SampleOrder:
     """The order asked for.
 
     Args:
@@ -247,7 +247,7 @@ class Samples(NamedTuple):
 class Drawing:
     """Draws the parameters of any samples of a data set, from what is known of their sizes."""
 
-    def __init__(self, pixels: Pixels, pipeline: Pipeline) -> None:
+    def __init__(self, pixels: PackedFiles, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self._stored = pixels.stored_shapes
         cropped = pixels.specs["images"].fit == "crop"  # what was cut off is gone
@@ -270,7 +270,7 @@ def _rows(array: NDArray[Any], indices: Indices) -> NDArray[Any]:
     return taken
 
 
-class Schedule:
+class BatchPlan:
     """The batches of one pass.
 
     Args:

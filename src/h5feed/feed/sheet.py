@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from h5feed.errors import UsageError
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import check_max_pixels, image_reader
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.text import printable
@@ -63,7 +63,7 @@ def contact_sheet(
     ):
         if given < least:
             raise UsageError(f"{name}={given} is too small: give {least} or more")
-    pixels = Pixels([path])
+    pixels = PackedFiles([path])
     check_max_pixels(pixels, max_pixels)
     pixels = pixels.reading()
     cells = [_cell(pixels, index, height, width) for index in _choose(pixels, images)]
@@ -85,7 +85,7 @@ def contact_sheet(
     return sheet
 
 
-def _choose(pixels: Pixels, images: int) -> list[int]:
+def _choose(pixels: PackedFiles, images: int) -> list[int]:
     """Pick items evenly from every class, in class order."""
     labels = pixels.labels
     if labels.ndim == 2 or len(np.unique(labels)) < 2:
@@ -103,7 +103,7 @@ def _evenly(items: Any, count: int) -> list[int]:
     return chosen
 
 
-def _cell(pixels: Pixels, index: int, height: int, width: int) -> _Cell:
+def _cell(pixels: PackedFiles, index: int, height: int, width: int) -> _Cell:
     image: Image.Image = _image(pixels, "images", index)
     fitted = min(round(image.width * height / image.height), width - 2 * _MARGIN)
     size = (max(1, fitted), height)
@@ -121,7 +121,7 @@ def _cell(pixels: Pixels, index: int, height: int, width: int) -> _Cell:
     return _Cell(image, caption)
 
 
-def _image(pixels: Pixels, field: str, index: int) -> Image.Image:
+def _image(pixels: PackedFiles, field: str, index: int) -> Image.Image:
     image: Image.Image = image_reader(pixels, field, output="pil", aspect="source")(index)
     return image
 

@@ -14,7 +14,7 @@ from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.loader import H5Loader
 from h5feed.feed.options import choose_workers
 
-__all__ = ["Measured", "Plan", "tune"]
+__all__ = ["Measured", "TunePlan", "tune"]
 
 _PREFETCH = (2, 4)
 _GOOD_ENOUGH = 0.97  # of the best: beyond, another worker takes more from the trainer than it gives
@@ -33,7 +33,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TunePlan:
     """The setting to use: `H5Loader(…, num_workers=plan.num_workers, prefetch=plan.prefetch)`."""
 
     num_workers: int
@@ -52,7 +52,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def tune(ds: H5Dataset, batch_size: int, *, seconds: float = 4.0, **options: Any) -> Plan:
+def tune(ds: H5Dataset, batch_size: int, *, seconds: float = 4.0, **options: Any) -> TunePlan:
     """Measure the real loader under several settings and return the leanest that keeps up.
 
     Never more workers than `num_workers="auto"` would allow: the cores this process may use, less
@@ -92,11 +92,13 @@ def tune(ds: H5Dataset, batch_size: int, *, seconds: float = 4.0, **options: Any
     return _choose(evidence)
 
 
-def _choose(evidence: list[Measured]) -> Plan:
+def _choose(evidence: list[Measured]) -> TunePlan:
     best = max(row.images_per_s for row in evidence)
     good = [row for row in evidence if row.images_per_s >= _GOOD_ENOUGH * best]
     chosen = min(good, key=lambda row: (row.num_workers, row.prefetch))
-    return Plan(num_workers=chosen.num_workers, prefetch=chosen.prefetch, evidence=tuple(evidence))
+    return TunePlan(
+        num_workers=chosen.num_workers, prefetch=chosen.prefetch, evidence=tuple(evidence)
+    )
 
 
 def _steps_to(most: int) -> list[int]:

@@ -12,14 +12,14 @@ from queue import Empty, SimpleQueue
 import torch
 
 __all__ = [
-    "Pool",
+    "WorkerPool",
 ]
 
 Job = Callable[[], None]
 Jobs = SimpleQueue[Job | None]
 
 
-class Pool:
+class WorkerPool:
     """Threads that run jobs in the order submitted. Jobs must not raise.
 
     A thread knows the queue and nothing else, so the pool and its owner die as soon as they are

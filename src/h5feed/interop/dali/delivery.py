@@ -9,7 +9,7 @@ import torch
 
 from h5feed.augment import Pipeline
 from h5feed.feed.batch import transform_targets
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 
 __all__ = ["Delivery"]
 
@@ -19,7 +19,7 @@ class Delivery:
 
     def __init__(
         self,
-        pixels: Pixels,
+        pixels: PackedFiles,
         pipeline: Pipeline,
         *,
         device: torch.device,

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h5feed.augment import Params, Pipeline
-from h5feed.feed.files import Pixels
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.iterator import copy_rows, substitutes
 from h5feed.feed.order import Order
-from h5feed.feed.sampling import Arrangement, Drawing, Schedule, Steps
+from h5feed.feed.sampling import BatchPlan, Drawing, SampleOrder, Steps
 from h5feed.interop.dali.agenda import Agenda, Pass
 from h5feed.interop.dali.carried import Step
 from h5feed.interop.dali.parts import Port
@@ -34,7 +34,7 @@ _LOOKED_UP = 4  # items of a batch, to tell whether it is in memory: a system ca
 class Course:
     """Which batches come."""
 
-    arrangement: Arrangement
+    arrangement: SampleOrder
     steps: Steps
     """Of a whole epoch."""
     first: Pass
@@ -67,7 +67,7 @@ class Feed:
 
     def __init__(
         self,
-        pixels: Pixels,
+        pixels: PackedFiles,
         pipeline: Pipeline,
         source: Source,
         steps: tuple[Step, ...],
@@ -93,7 +93,7 @@ class Feed:
         self._forget()
 
     def _forget(self) -> None:
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[int, BatchPlan] = {}
         self._kept: deque[list[Any]] = deque(maxlen=self._keep)
         self._drawing: Drawing | None = None
 
@@ -120,7 +120,7 @@ class Feed:
         if self._drawing is None:
             self._drawing = Drawing(self.pixels, self.pipeline)
         steps = replace(self._course.steps, start=which.start)
-        schedule = Schedule(order, steps, self._drawing, seed=which.seed, epoch=which.epoch)
+        schedule = BatchPlan(order, steps, self._drawing, seed=which.seed, epoch=which.epoch)
         self._schedules = {number: schedule}
 
     def __call__(self, info: Any) -> list[Any]:
@@ -135,7 +135,7 @@ class Feed:
         self._kept.append(arrays)
         return arrays
 
-    def _schedule(self, number: int) -> Schedule | None:
+    def _schedule(self, number: int) -> BatchPlan | None:
         """Return that of a pass; None where the pass has been left."""
         course, agenda = self._course, self._agenda
         which = course.to_come(number) if agenda is None else agenda.read(number)
@@ -145,7 +145,7 @@ class Feed:
             self.begin(number, which, course.arrangement.order(which.seed, which.epoch))
         return self._schedules[number]
 
-    def _announce(self, schedule: Schedule, step: int) -> None:
+    def _announce(self, schedule: BatchPlan, step: int) -> None:
         ahead = self._announce_ahead
         if not ahead:
             return

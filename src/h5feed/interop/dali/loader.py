@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from h5feed.augment import Op
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
-from h5feed.feed.device import open_lane
+from h5feed.feed.device import open_transfer
 from h5feed.feed.iterator import Counts
 from h5feed.feed.loader import PackedLoader, check_arguments
 from h5feed.feed.options import OnError, Shuffle, Tail, check_choices, choose_workers
@@ -111,7 +111,7 @@ class DaliLoader(PackedLoader):
             block=block,
             window=window,
         )
-        self.device = open_lane(device).device
+        self.device = open_transfer(device).device
         self.num_workers = choose_workers(num_workers, self.device)
         self.prefetch = prefetch
         self.py_num_workers = py_num_workers
@@ -180,7 +180,7 @@ class DaliLoader(PackedLoader):
         }
 
     def _course(self, epoch: int, start: int) -> Course:
-        return Course(self._arrangement, self._steps(0), Pass(self.seed, epoch, start))
+        return Course(self._order, self._steps(0), Pass(self.seed, epoch, start))
 
 
 def pipeline(ds: H5Dataset, batch_size: int, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from h5feed.augment import Op, Pipeline
 from h5feed.errors import UsageError
-from h5feed.feed.files import GO_ON, Pixels
+from h5feed.feed.files import GO_ON, PackedFiles
 from h5feed.feed.iterator import none_whole
 from h5feed.feed.order import Order
 from h5feed.feed.sampling import Steps
@@ -28,7 +28,7 @@ __all__ = ["Maker", "bound_pipeline"]
 
 
 def bound_pipeline(
-    pixels: Pixels, ops: Sequence[Op], antialias: bool | str, views: int
+    pixels: PackedFiles, ops: Sequence[Op], antialias: bool | str, views: int
 ) -> Pipeline:
     """Return the ops as a pipeline that knows its output size; UsageError where there is none."""
     spec = pixels.specs["images"]
@@ -46,7 +46,7 @@ class Maker:
 
     def __init__(
         self,
-        pixels: Pixels,
+        pixels: PackedFiles,
         pipeline: Pipeline,
         antialias: bool | str,
         *,

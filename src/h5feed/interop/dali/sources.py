@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from h5feed.augment import Params, Pipeline
 from h5feed.augment.cpu import Scratch, nv12_box
 from h5feed.errors import DamagedItemError
-from h5feed.feed.files import BYTES_CHANGED, GO_ON, Pixels
+from h5feed.feed.files import BYTES_CHANGED, GO_ON, PackedFiles
 from h5feed.interop.dali._library import dali, fn, types
 from h5feed.interop.dali.parts import Box, Port
 from h5feed.jpeg import encode_jpeg
@@ -42,7 +42,7 @@ class Source(Protocol):
 
 
 def open_source(
-    pixels: Pixels, pipeline: Pipeline, *, on_gpu: bool, unreadable: Collection[int]
+    pixels: PackedFiles, pipeline: Pipeline, *, on_gpu: bool, unreadable: Collection[int]
 ) -> Source:
     """Return the source for the images of `pixels`; `unreadable` are items that DALI refused."""
     spec = pixels.specs["images"]
@@ -54,7 +54,9 @@ def open_source(
     return _Raw(pixels, pipeline.views, on_gpu)
 
 
-def damaged_item(pixels: Pixels, source: Source, index: int, then: str = GO_ON) -> DamagedItemError:
+def damaged_item(
+    pixels: PackedFiles, source: Source, index: int, then: str = GO_ON
+) -> DamagedItemError:
     """Make the error that names file, index and key of an item, and what is wrong with it."""
     return pixels.damaged("images", index, f"cannot be decoded: {source.damage(index)}", then)
 
@@ -66,7 +68,7 @@ class _Raw:
     a GPU.
     """
 
-    def __init__(self, pixels: Pixels, views: int, on_gpu: bool) -> None:
+    def __init__(self, pixels: PackedFiles, views: int, on_gpu: bool) -> None:
         self.ports = (_IMAGE, *(Box.ports * views))
         self._pixels = pixels
         self._on_gpu = on_gpu
@@ -93,7 +95,7 @@ class _Encoded:
     """JPEG files, of which DALI decodes the part that all views together read."""
 
     def __init__(
-        self, pixels: Pixels, pipeline: Pipeline, on_gpu: bool, unreadable: Collection[int]
+        self, pixels: PackedFiles, pipeline: Pipeline, on_gpu: bool, unreadable: Collection[int]
     ) -> None:
         inner = Box.ports * pipeline.views if pipeline.views > 1 else ()
         self.ports = (Port("UINT8", 1), *Box.ports, *inner)
@@ -154,7 +156,7 @@ class _Converted:
     DALI's own operators take 30 times as long on the CPU (1.7 ms a 256x256 picture).
     """
 
-    def __init__(self, pixels: Pixels, views: int) -> None:
+    def __init__(self, pixels: PackedFiles, views: int) -> None:
         self.ports = (_IMAGE,) * views
         self._pixels = pixels
 
@@ -182,7 +184,7 @@ class _Converted:
 class _Planes:
     """Boxes of NV12 pictures, copied to a GPU as luma and chroma, half the bytes; RGB there."""
 
-    def __init__(self, pixels: Pixels, views: int, on_gpu: bool) -> None:
+    def __init__(self, pixels: PackedFiles, views: int, on_gpu: bool) -> None:
         self._per_view = (*Box.ports * 3, Port("FLOAT", 1))
         self.ports = (_IMAGE, _IMAGE, *self._per_view * views)
         self._pixels = pixels
