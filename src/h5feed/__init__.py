@@ -7,16 +7,25 @@ from h5feed.errors import DamagedItemError, H5FeedError, H5FormatError, PackErro
 
 if TYPE_CHECKING:
     from h5feed import augment
-    from h5feed.feed import H5Dataset, H5Loader, make_dataloader, tune
+    from h5feed.feed import (
+        BlockShuffleSampler,
+        H5Dataset,
+        H5Loader,
+        ShuffleSampler,
+        make_dataloader,
+        tune,
+    )
     from h5feed.packing import pack
 
 __all__ = [
+    "BlockShuffleSampler",
     "DamagedItemError",
     "H5Dataset",
     "H5FeedError",
     "H5FormatError",
     "H5Loader",
     "PackError",
+    "ShuffleSampler",
     "UsageError",
     "augment",
     "make_dataloader",
@@ -27,8 +36,10 @@ __version__ = "0.1.0"
 
 # Imported at their first use: torch takes a second or two, and `pack-h5 --help` needs none of it.
 _HOMES = {
+    "BlockShuffleSampler": "h5feed.feed",
     "H5Dataset": "h5feed.feed",
     "H5Loader": "h5feed.feed",
+    "ShuffleSampler": "h5feed.feed",
     "augment": "h5feed.augment",
     "make_dataloader": "h5feed.feed",
     "pack": "h5feed.packing",

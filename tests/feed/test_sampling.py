@@ -1,14 +1,20 @@
 import tracemalloc
+from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
+from h5feed import BlockShuffleSampler, H5Dataset, H5Loader, ShuffleSampler, UsageError
 from h5feed.augment import Pipeline, RandomResizedCrop
+from h5feed.feed.order import FullShuffle
 from h5feed.feed.random import Draws
-from h5feed.feed.sampling import Drawing, Steps
+from h5feed.feed.sampling import Drawing, SampleOrder, Steps
+from loaders import write_kind
 
 SHAPES = {
     "samples": st.integers(0, 60),
@@ -141,3 +147,76 @@ def test_each_sample_has_its_own_sizes():
     tall, wide = rows[::2, 2:4].mean(axis=0), rows[1::2, 2:4].mean(axis=0)
     assert tall[0] < tall[1]
     assert wide[0] > wide[1]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "shuffle"),
+    [
+        (ShuffleSampler(range(40), seed=3), {"shuffle": True}),
+        (
+            BlockShuffleSampler(range(40), block=3, window=2, seed=3),
+            {"shuffle": "block", "block": 3, "window": 2},
+        ),
+    ],
+    ids=["full", "block"],
+)
+def test_torchs_dataloader_in_the_order_of_h5loader(tmp_path, sampler, shuffle):
+    ds = H5Dataset(write_kind(tmp_path / "a.h5", "raw", count=40))
+    stock = DataLoader(range(40), batch_size=7, sampler=sampler)
+    with H5Loader(ds, 7, seed=3, with_index=True, **shuffle) as loader:
+        for epoch in (0, 1, 4):
+            sampler.set_epoch(epoch)
+            loader.set_epoch(epoch)
+            expected = [indices.tolist() for *_, indices in loader]
+            assert [batch.tolist() for batch in stock] == expected
+    with H5Loader(ds, 7, sampler=sampler, with_index=True) as loader:  # and H5Loader takes them
+        loader.set_epoch(4)
+        assert [indices.tolist() for *_, indices in loader] == expected
+
+
+@pytest.mark.parametrize("kind", [ShuffleSampler, partial(BlockShuffleSampler, block=3, window=2)])
+@pytest.mark.parametrize(("count", "world_size"), [(12, 3), (13, 4), (2, 5), (0, 2)])
+def test_ranks_share_what_a_sampler_gives(kind, count, world_size):
+    shares = [kind(range(count), rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    assert [len(list(share)) for share in shares] == [len(share) for share in shares]
+    whole = list(kind(range(count)))
+    dealt = [index for step in zip(*shares, strict=True) for index in step]
+    assert dealt[:count] == whole
+    assert sorted(whole) == list(range(count))
+
+
+def test_a_sampler_of_millions_begins_at_once_and_keeps_no_list(monkeypatch):
+    asked = []
+    ask = FullShuffle.__call__
+    monkeypatch.setattr(
+        FullShuffle, "__call__", lambda self, p: (asked.append(len(p)), ask(self, p))[1]
+    )
+    some = list(islice(ShuffleSampler(range(10_000_000)), 5000))
+    assert len(set(some)) == 5000
+    assert asked == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ShuffleSampler(range(4), seed=1.5), "seed=1.5 must be a whole number"),
+        (lambda: ShuffleSampler(range(4), rank=2, world_size=2), "rank=2 is not in 0 to"),
+        (lambda: ShuffleSampler(range(4)).set_epoch(-1), "epoch=-1 must be a whole number of at"),
+        (lambda: BlockShuffleSampler(range(4), block=0), "block=0 must be a whole number of at"),
+        (
+            lambda: SampleOrder(
+                4,
+                shuffle=False,
+                sampler=ShuffleSampler(range(4), world_size=2),
+                indices=None,
+                block=1,
+                window=1,
+            ),
+            "ShuffleSampler gives one of 2 ranks its share, and H5Loader would split that again",
+        ),
+    ],
+)
+def test_samplers_refuse_a_wrong_argument(make, text):
+    with pytest.raises(UsageError, match=text):
+        make()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,19 +16,23 @@ from torch.utils.data import Sampler
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
-from h5feed.feed.options import Shuffle, Tail, check_whole
+from h5feed.feed.options import Shuffle, Tail, check_ranks, check_whole
 from h5feed.feed.order import BlockShuffle, FullShuffle, Listed, Order, Sequential
 from h5feed.feed.random import Draws, hash_ints
 
 __all__ = [
     "BatchPlan",
+    "BlockShuffleSampler",
     "Drawing",
     "SampleOrder",
     "Samples",
+    "ShuffleSampler",
     "Steps",
 ]
 
 Indices = NDArray[np.int64]
+
+_AT_ONCE = 4096  # indices that a sampler computes at a time: numpy's cost per call is small then
 
 
 class SampleOrder:
@@ -118,6 +123,11 @@ def _check_sampler(sampler: Any, shuffle: Shuffle, indices: Any) -> None:
             f"sampler={type(sampler).__name__} would be split among the ranks twice: H5Loader does "
             "it by rank and world_size, taken from torch.distributed; leave sampler out, or give "
             "one of all ranks' samples together"
+        )
+    if getattr(sampler, "world_size", 1) > 1:
+        raise UsageError(
+            f"sampler={type(sampler).__name__} gives one of {sampler.world_size} ranks its share, "
+            "and H5Loader would split that again: leave its rank and world_size out"
         )
     if not hasattr(sampler, "__len__"):
         raise UsageError(f"sampler={sampler!r} has no len(); H5Loader needs one that has")
@@ -311,3 +321,116 @@ class BatchPlan:
             made.append(Samples(indices[rows], mine))
             begin += len(part)
         return made
+
+
+class _OrderSampler(Sampler[int]):
+    """Base: an order of h5feed.feed.order as a torch Sampler, or one rank's share of it."""
+
+    def __init__(self, data_source: Sized, *, seed: int, rank: int, world_size: int) -> None:
+        check_whole(None, seed=seed)
+        check_ranks(rank, world_size)
+        self.data_source = data_source
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        """Return how many indices a pass gives, on every rank the same."""
+        return -(-len(self.data_source) // self.world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        """Give the indices of this rank in the epoch; nothing is kept but a few thousand."""
+        count = len(self.data_source)
+        order = self._order(count)
+        positions = range(self.rank, self.world_size * len(self), self.world_size)
+        for begin in range(0, len(positions), _AT_ONCE):
+            some = positions[begin : begin + _AT_ONCE]
+            yield from order(np.arange(some.start, some.stop, some.step) % count).tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`; UsageError for what is no number of at least 0."""
+        check_whole(0, epoch=epoch)
+        self.epoch = epoch
+
+    @abstractmethod
+    def _order(self, count: int) -> Order: ...
+
+
+class ShuffleSampler(_OrderSampler):
+    """All samples in random order, for any DataLoader: the order of H5Loader(shuffle=True).
+
+    The order is a function of (seed, epoch), computed as it is asked for: ten million samples take
+    no list and no time to begin. As with torch's DistributedSampler, call `set_epoch` before each
+    epoch, or the order repeats, and give `rank` and `world_size` where processes share an epoch;
+    each then gets every world_size-th sample, and the first few again if they do not divide.
+
+    >>> from torch.utils.data import DataLoader
+    >>> sampler = ShuffleSampler(range(6), seed=1)
+    >>> loader = DataLoader(range(6), batch_size=2, sampler=sampler)
+    >>> for epoch in range(2):
+    ...     sampler.set_epoch(epoch)
+    ...     print(sorted(torch.cat(list(loader)).tolist()))
+    [0, 1, 2, 3, 4, 5]
+    [0, 1, 2, 3, 4, 5]
+
+    Args:
+        data_source: the dataset, or anything else that has its length.
+        seed: any int.
+        rank: of this process.
+        world_size: how many processes share an epoch.
+
+    Raises UsageError for an argument that is wrong.
+
+    """
+
+    def __init__(
+        self, data_source: Sized, *, seed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        super().__init__(data_source, seed=seed, rank=rank, world_size=world_size)
+
+    def _order(self, count: int) -> Order:
+        return FullShuffle(count, self.seed, self.epoch)
+
+
+class BlockShuffleSampler(_OrderSampler):
+    """Blocks of neighbours in random order, samples shuffled within a window of blocks.
+
+    The order of H5Loader(shuffle="block"), for any DataLoader: reads stay in long runs, for disks
+    and networks that hate seeks. Samples meet only those of the same window of `window * block`.
+    `set_epoch`, `rank` and `world_size` are those of ShuffleSampler.
+
+    >>> sampler = BlockShuffleSampler(range(6), block=3, window=1, seed=1)
+    >>> first = list(sampler)[:3]  # a whole block comes before the next one begins
+    >>> sorted(first) in ([0, 1, 2], [3, 4, 5])
+    True
+
+    Args:
+        data_source: the dataset, or anything else that has its length.
+        block: samples of a block; what lies in 8 MB is a good number, 40 raw images of 256x256.
+        window: blocks that are shuffled together.
+        seed: any int.
+        rank: of this process.
+        world_size: how many processes share an epoch.
+
+    Raises UsageError for an argument that is wrong.
+
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        *,
+        block: int,
+        window: int = 16,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__(data_source, seed=seed, rank=rank, world_size=world_size)
+        check_whole(1, block=block, window=window)
+        self.block = block
+        self.window = window
+
+    def _order(self, count: int) -> Order:
+        return BlockShuffle(count, self.seed, self.epoch, block=self.block, window=self.window)
