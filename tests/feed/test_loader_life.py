@@ -223,9 +223,9 @@ def test_skip_puts_the_next_whole_sample_in_its_place(tmp_path, encoding, on):
     options = {"augment": CROP, "shuffle": False, "with_index": True, "augment_on": on}
     whole = H5Dataset(write_damaged(tmp_path / "whole.h5", encoding, damaged=()))
     damaged = H5Dataset(write_damaged(tmp_path / "a.h5", encoding, damaged=(3, 5, 6)))
-    with H5Loader(whole, 4, shuffle=True, **options) as loader:
+    with H5Loader(whole, 4, **options) as loader:
         expected = by_index(loader)
-    with H5Loader(damaged, 4, on_error="skip", shuffle=True, **options) as loader:
+    with H5Loader(damaged, 4, on_error="skip", **options) as loader:
         batches = list(loader)
         assert loader.stats()["skipped"] == 3
     indices = [k for *_, found in batches for k in found.tolist()]
@@ -280,18 +280,18 @@ def test_what_the_disk_does_not_give_is_named_or_skipped(tmp_path, kind):
         rf"^{path}: item 9 of /images \(key '1/ü9.png'\) cannot be read: the file ends before it "
         rf'\(errno {errno.ENODATA}\); check-h5 lists .*, and on_error="skip" goes on without them$'
     )
-    with H5Loader(ds, 6, shuffle=True, **options) as loader:
+    with H5Loader(ds, 6, **options) as loader:
         passed = iter(loader)
         assert torch.equal(next(passed)[0], expected[0])
         with pytest.raises(DamagedItemError, match=text):
             next(passed)
-    with H5Loader(ds, 6, on_error="skip", with_index=True, shuffle=True, **options) as loader:
+    with H5Loader(ds, 6, on_error="skip", with_index=True, **options) as loader:
         first, second = ((i.clone(), found.tolist()) for i, _, found in loader)
     assert torch.equal(first[0], expected[0])
     assert second[1] == [6, 7, 8, 6, 6, 6]
     assert torch.equal(second[0][:3], expected[1][:3])
     none_whole = pytest.raises(DamagedItemError, match=r"item 10 .* cannot be read: .* no whole it")
-    with H5Loader(ds, 2, on_error="skip", shuffle=True, **options) as loader, none_whole:
+    with H5Loader(ds, 2, on_error="skip", **options) as loader, none_whole:
         list(loader)
 
 
@@ -317,11 +317,11 @@ def test_skip_covers_what_an_augmentation_cannot_take(tmp_path, encoding, monkey
     spec = image_spec(encoding, (0, 0) if encoding == "original" else (8, 8), "keep")
     ds = H5Dataset(write_packed(tmp_path / "a.h5", stored, spec=spec, stored_shapes=shapes))
     options = {"augment": [augment.Resize((8, 8))], "shuffle": False}
-    with H5Loader(ds, 4, on_error="skip", with_index=True, shuffle=True, **options) as loader:
+    with H5Loader(ds, 4, on_error="skip", with_index=True, **options) as loader:
         assert [i for *_, found in loader for i in found.tolist()] == [0, 1, 2, 0, 4, 5, 6, 7]
         assert loader.stats()["skipped"] == 1
     with (
-        H5Loader(ds, 4, shuffle=True, **options) as loader,
+        H5Loader(ds, 4, **options) as loader,
         pytest.raises(DamagedItemError) as caught,
     ):
         list(loader)
@@ -329,7 +329,7 @@ def test_skip_covers_what_an_augmentation_cannot_take(tmp_path, encoding, monkey
     assert "a.h5: item 3 of /images (key '1/ü3.png') cannot be augmented: OpenCV" in text
     assert text.endswith(', and on_error="skip" goes on without them')
     assert "check-h5" not in text
-    alone = H5Loader(ds, 1, indices=[3], on_error="skip", shuffle=True, **options)
+    alone = H5Loader(ds, 1, indices=[3], on_error="skip", **options)
     with alone, pytest.raises(DamagedItemError, match="no whole item in this batch of 1 to stand"):
         list(alone)
 

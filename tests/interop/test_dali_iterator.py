@@ -47,7 +47,7 @@ def indices_of(batches):
 
 def test_dalis_own_iterator_takes_the_pipeline(ds):
     """Its len over an external source is 0; what it gives is right."""
-    made = pipeline(ds, BATCH, augment=CROP, with_index=True)
+    made = pipeline(ds, BATCH, shuffle=True, augment=CROP, with_index=True)
     iterator = DALIGenericIterator([made], NAMES, auto_reset=True)
     loader = H5Loader(ds, BATCH, shuffle=True, augment=CROP, with_index=True)
     for _ in range(2):
