@@ -9,9 +9,11 @@ from packed import random_images, write_packed
 from packing.folders import make_folder
 
 AUGMENT = ["affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline"]
+FEED = ["dataloader", "dataset", "loader", "sampling", "tune"]
 MODULES = [
     *(f"h5feed.augment.{name}" for name in AUGMENT),
     "h5feed.disk",
+    *(f"h5feed.feed.{name}" for name in FEED),
     "h5feed.errors",
     "h5feed.jpeg",
     "h5feed.packing.options",

@@ -93,6 +93,11 @@ def make_dataloader(
 ) -> DataLoader[Any]:
     """Return a DataLoader over an `H5Dataset`, or a Subset or ConcatDataset of some.
 
+    >>> loader = make_dataloader(H5Dataset("photos.h5"), 8, shuffle=True, num_workers=0)
+    >>> images, labels = next(iter(loader))
+    >>> images.shape, images.is_contiguous(memory_format=torch.channels_last)
+    (torch.Size([8, 3, 64, 64]), True)
+
     Workers persist over epochs and keep one thread each (torch sets its own to one, cv2 does
     not); each holds `prefetch` batches ready. `seed` determines the order and, with workers,
     the random numbers of torch, numpy and random in each worker; with `num_workers=0` transforms

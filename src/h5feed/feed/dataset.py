@@ -45,6 +45,13 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     The label is an int; or a float32 tensor (K,) where the file has several targets an item;
     or, where it has masks, the item's mask: uint8 (H, W) in the same output.
 
+    >>> ds = H5Dataset("photos.h5")
+    >>> image, label = ds[0]
+    >>> image.shape, image.dtype, label
+    (torch.Size([3, 64, 64]), torch.uint8, 0)
+    >>> len(ds), ds.targets[:4]
+    (12, [0, 1, 0, 1])
+
     It has ImageFolder's attributes, which are read-only: to leave items out use
     `torch.utils.data.Subset` (or `H5Loader(indices=)`), to change labels `target_transform`;
     `ds.targets.copy()` is a list of your own.

@@ -203,6 +203,17 @@ class PackedLoader(ABC):
 class H5Loader(PackedLoader):
     """Batches of an H5Dataset's file: `for images, labels in loader`.
 
+    >>> from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(32), RandomHorizontalFlip()]
+    >>> loader = H5Loader(H5Dataset("photos.h5"), 4, shuffle=True, augment=ops, seed=1)
+    >>> for images, labels in loader:
+    ...     print(images.shape, len(labels))
+    torch.Size([4, 3, 32, 32]) 4
+    torch.Size([4, 3, 32, 32]) 4
+    torch.Size([4, 3, 32, 32]) 4
+    >>> state = loader.state_dict()  # a few numbers; load_state_dict goes on from there
+    >>> loader.close()
+
     `images` is (B, C, H, W) in channels_last memory, uint8 unless `augment` ends in a float op;
     `labels` int64 (B,), float32 (B, K), or for files with masks uint8 (B, H, W), with the same
     geometry as their images. With `views` above 1, images and masks are tuples.
@@ -213,11 +224,15 @@ class H5Loader(PackedLoader):
     a batch; a `sampler` is asked again in every epoch, and one with a generator of its own has to
     be put back into its state by whoever resumes.
 
-    Every pass is the next epoch, unless `set_epoch` or `load_state_dict` said otherwise; one that
-    was broken off counts as a pass. A pass counts from its first batch on: until then a state says
-    where it begins, and one that is let go loses nothing of what was to be gone on with. So two
-    begun before either delivers, as in zip(loader, loader), are the same epoch; `set_epoch` between
-    makes them two. Threads may share a pass: each batch goes to one of them.
+    Every pass is the next epoch, unless `set_epoch` or `load_state_dict` said otherwise, also where
+    the pass before was broken off. A pass counts once it has delivered a batch: dropping one before
+    that changes nothing, and two that begin together, as in zip(loader, loader), are the same epoch
+    unless `set_epoch` comes between. Threads may share a pass: each batch goes to one of them.
+
+    Most programs need the arguments down to `seed`. The rest are for special cases: several
+    processes (rank, world_size, tail), damaged files (on_error, io), an order of your own
+    (sampler, indices, block, window), GPUs (augment_on, residency, compile) and slow disks
+    (lookahead).
 
     JPEG is decoded by the loader's threads, wherever batches go; h5feed.interop.dali.DaliLoader,
     which takes the same arguments, decodes it on a GPU.

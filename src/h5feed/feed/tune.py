@@ -55,6 +55,11 @@ class TunePlan:
 def tune(ds: H5Dataset, batch_size: int, *, seconds: float = 4.0, **options: Any) -> TunePlan:
     """Measure the real loader under several settings and return the leanest that keeps up.
 
+    >>> plan = tune(H5Dataset("photos.h5"), 8, seconds=0.1)
+    >>> loader = H5Loader(
+    ...     H5Dataset("photos.h5"), 8, num_workers=plan.num_workers, prefetch=plan.prefetch
+    ... )
+
     Never more workers than `num_workers="auto"` would allow: the cores this process may use, less
     the trainer's share. Of those within 3 % of the fastest, the fewest workers win, then the
     smaller prefetch.
