@@ -51,6 +51,12 @@ def results(out):
     return weights, [(m["kind"], m["step"], m["loss"], m["accuracy"]) for m in lines]
 
 
+def norms(out):
+    """The gradients' norms over the steps."""
+    lines = read_metrics(out / "metrics.jsonl")
+    return [line["grad_norm"] for line in lines if line["kind"] == "train"]
+
+
 def with_norms(num_outputs):
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, num_outputs)
@@ -151,6 +157,7 @@ def test_fsdp_makes_whole_checkpoints_that_any_number_of_processes_goes_on_from(
         assert [line[2] for line in found_lines if line[0] == "train"] == pytest.approx(
             trained, rel=1e-3
         )
+    assert norms(two_processes / "fsdp") == pytest.approx(norms(tmp_path / "fsdp"), rel=1e-3)
     shutil.copytree(two_processes / "fsdp", tmp_path / "alone")
     train_one_rank(replace(config, resume=True, out=tmp_path / "alone"))
     train_one_rank(replace(config, resume=True))

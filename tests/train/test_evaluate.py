@@ -37,10 +37,10 @@ def test_the_mean_is_over_pictures_whatever_the_batches():
     task = make_task("classification", LossConfig(), 2)
     parts = list(batches(5, 3, 1))
     images, labels = (torch.cat(column) for column in zip(*parts, strict=True))
-    loss, metric = evaluate(Probe(), parts, task, ALONE, PLAIN)
+    scored = evaluate(Probe(), parts, task, ALONE, PLAIN)
     outputs = images[:, 0, 0, :2]
-    assert loss == pytest.approx(nn.functional.cross_entropy(outputs, labels).item())
-    assert metric == (outputs.argmax(1) == labels).sum().item() / 9
+    assert scored.loss == pytest.approx(nn.functional.cross_entropy(outputs, labels).item())
+    assert scored.metric == (outputs.argmax(1) == labels).sum().item() / 9
 
 
 def test_it_runs_in_eval_mode_without_gradients_and_restores_each_module():
@@ -63,8 +63,8 @@ def test_flip_averages_with_the_mirror_image():
     task = make_task("classification", LossConfig(), 2)
     images = torch.tensor([[5.0, 0.0], [0.0, 5.0]]).view(2, 1, 1, 2)
     labels = torch.tensor([0, 1])
-    assert evaluate(Probe(), [(images, labels)], task, ALONE, PLAIN)[0] < 0.01
-    flipped = evaluate(Probe(), [(images, labels)], task, ALONE, PLAIN, flip=True)[0]
+    assert evaluate(Probe(), [(images, labels)], task, ALONE, PLAIN).loss < 0.01
+    flipped = evaluate(Probe(), [(images, labels)], task, ALONE, PLAIN, flip=True).loss
     assert flipped == pytest.approx(0.6931, abs=1e-3)  # both outputs alike: log 2
 
 
@@ -73,7 +73,7 @@ def test_flip_turns_dense_outputs_back():
     net = nn.Identity()  # a pixel's two channels are its outputs
     masks = torch.tensor([[[0, 1, 1, 0], [1, 1, 0, 0]]])
     images = nn.functional.one_hot(masks, 2).permute(0, 3, 1, 2).float()
-    assert evaluate(net, [(images, masks)], task, ALONE, PLAIN, flip=True)[1] == 1.0
+    assert evaluate(net, [(images, masks)], task, ALONE, PLAIN, flip=True).metric == 1.0
 
 
 def test_it_computes_in_the_number_format_of_the_training():
@@ -83,3 +83,48 @@ def test_it_computes_in_the_number_format_of_the_training():
     task = make_task("classification", LossConfig(), 2)
     evaluate(net, batches(2), task, ALONE, make_autocast("bf16", CPU))
     assert seen == [torch.bfloat16]
+
+
+class Told(nn.Module):
+    """Outputs are its images' first row."""
+
+    def forward(self, images):
+        return images[:, 0, 0]
+
+
+def test_top5_and_the_confusion_of_classes():
+    task = make_task("classification", LossConfig(), 7)
+    likeliest = torch.tensor([0, 0, 3, 3, 6])
+    labels = torch.tensor([0, 1, 3, 2, 6])
+    outputs = torch.arange(7, 0, -1).float().repeat(5, 1)  # 0 is likeliest, 5 and 6 are last
+    outputs[torch.arange(5), likeliest] = 9
+    outputs[3] = torch.tensor([5.0, 4, 0, 9, 8, 7, 6])  # the true class, 2, comes last
+    images = outputs.view(5, 1, 1, 7)
+    parts = [(images[:2], labels[:2]), (images[2:], labels[2:])]
+    scored = evaluate(Told(), parts, task, ALONE, PLAIN)
+    assert scored.metric == pytest.approx(3 / 5)
+    assert scored.also == {"top5": pytest.approx(4 / 5)}
+    expected = torch.zeros(7, 7)
+    for truth, found in zip(labels, likeliest, strict=True):
+        expected[truth, found] += 1
+    assert torch.equal(scored.confusion, expected)
+    assert scored.drawn is None
+
+
+def test_few_classes_have_no_top5_and_numbers_no_confusion():
+    assert make_task("classification", LossConfig(), 5).also == {}
+    assert make_task("classification", LossConfig(), 9999).confusion is None
+    task = make_task("regression", LossConfig(), 2)
+    scored = evaluate(Probe(), [(torch.ones(3, 3, 4, 2), torch.ones(3, 2))], task, ALONE, PLAIN)
+    assert (scored.also, scored.confusion, scored.drawn) == ({}, None, None)
+
+
+def test_scenes_are_kept_to_be_drawn_and_their_pixels_counted():
+    task = make_task("segmentation", LossConfig(ignore_index=9), 2)
+    masks = torch.tensor([[[0, 1, 1, 9]]]).repeat(8, 1, 1)
+    found = torch.tensor([[[0, 0, 1, 1]]]).repeat(8, 1, 1)
+    images = nn.functional.one_hot(found, 2).permute(0, 3, 1, 2).float()
+    scored = evaluate(nn.Identity(), [(images, masks)] * 2, task, ALONE, PLAIN)
+    assert scored.confusion.tolist() == [[16, 0], [16, 16]]
+    assert [len(values) for values in scored.drawn] == [6, 6, 6]
+    assert torch.equal(scored.drawn[2], found[:6])

@@ -227,3 +227,23 @@ def test_without_matplotlib_the_finished_run_says_one_sentence(tmp_path, monkeyp
     config = make_config(tmp_path, epochs=1, plot=True)
     assert train(config, make_data(config)).steps == 4
     assert "no curves.png: matplotlib is not installed" in capsys.readouterr().err
+
+
+def test_a_line_for_each_class(tmp_path):
+    config = make_config(tmp_path)
+    log = MetricsLog(config, World(rank=0, size=1, device=torch.device("cpu")), step=0)
+    table = torch.tensor([[3.0, 1, 0], [1, 4, 0], [0, 0, 0]])
+    log.write_per_class(table, ("cat, small", "dog"), dense=False)
+    assert (tmp_path / "per_class.csv").read_text() == (
+        "class,images,precision,recall,f1\n"
+        '"cat, small",4,0.7500,0.7500,0.7500\ndog,5,0.8000,0.8000,0.8000\n2,0,,,\n'
+    )
+    log.write_per_class(table, (), dense=True)
+    assert (tmp_path / "per_class.csv").read_text().splitlines()[:2] == [
+        "class,pixels,precision,recall,iou",
+        "0,4,0.7500,0.7500,0.6000",
+    ]
+    other = MetricsLog(config, World(rank=1, size=2, device=torch.device("cpu")), step=0)
+    (tmp_path / "per_class.csv").unlink()
+    other.write_per_class(table, (), dense=True)  # the main process alone writes
+    assert not (tmp_path / "per_class.csv").exists()

@@ -8,11 +8,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 
 from h5feed.errors import H5FeedError, UsageError
+from h5feed.feed.sheet import class_colors
 from h5feed.train import LossError, load_trained, loop, read_config, train
 from h5feed.train.checkpoint import load_checkpoint
+from h5feed.train.curves import draw_scored
 from h5feed.train.distributed import World
+from h5feed.train.evaluate import Scored
 from h5feed.train.log import read_metrics
 from h5feed.train.stock import Augmented, StockLoader
 from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
@@ -712,3 +716,40 @@ def test_every_line_of_training_has_the_norm(tmp_path):
     lines = [m for m in read_metrics(tmp_path / "metrics.jsonl") if m["kind"] == "train"]
     assert [line["step"] for line in lines] == [3, 4, 6, 8]
     assert all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_the_last_scoring_is_drawn_and_told_by_class(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = ("bottom", "left", "right", "top", "fifth", "sixth")
+    config = make_config(tmp_path, epochs=1, plot=True)
+    data = make_data(config, num_outputs=6, classes=names)
+    summary = train(config, data)
+    assert set(summary.val) == {"loss", "accuracy", "top5"}
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["top5"] == summary.val["top5"]
+    lines = (tmp_path / "per_class.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["class", *names]
+    assert sum(int(line.split(",")[1]) for line in lines[1:]) == 64
+    assert (tmp_path / "confusion.png").stat().st_size > 10_000
+    assert not (tmp_path / "predictions.png").exists()
+    run(tmp_path, overwrite=True, epochs=1)  # plot=False: nothing of the old run stays
+    assert not (tmp_path / "confusion.png").exists()
+
+
+def test_predicted_masks_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    images = torch.randint(0, 255, (2, 3, 8, 12), dtype=torch.uint8)
+    masks = torch.tensor([0, 1, 2, 9]).repeat(2, 8, 3)
+    scored = Scored(
+        loss=1.0,
+        metric=0.5,
+        also={},
+        confusion=torch.eye(3),
+        drawn=(images, masks, masks.clamp(max=2)),
+    )
+    draw_scored(tmp_path, scored, (), ignore_index=9)
+    with Image.open(tmp_path / "predictions.png") as drawn:
+        colors = {color for _, color in drawn.convert("RGB").getcolors(1 << 24)}
+    for number in (1, 2):
+        assert tuple(class_colors()[number].tolist()) in colors
+    assert tuple(class_colors()[9].tolist()) not in colors  # what is not scored is black
+    assert (tmp_path / "confusion.png").exists()

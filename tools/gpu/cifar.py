@@ -164,7 +164,7 @@ def _score(trial: Trial, data: Data) -> float:
         net = for_scoring(step.net, speed.compile_backend)
         flip = trial.config.recipe.test_flip
         scored = evaluate(net, data.val_loader, step.task, trial.world, step.autocast, flip=flip)
-    return scored[1]
+    return scored.metric
 
 
 def _wait(trial: Trial) -> None:

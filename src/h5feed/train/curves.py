@@ -1,13 +1,19 @@
-"""curves.png: what a run did, at a glance."""
+"""The plots of a run: its curves, and what its last scoring mistook for what."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from h5feed.plotting import COLORS, OURS, picture
-from h5feed.train.log import CURVES, METRICS, read_metrics
+import numpy as np
+import torch
 
-__all__ = ["draw_curves"]
+from h5feed.feed.sheet import class_colors
+from h5feed.optional import require
+from h5feed.plotting import COLORS, INK, OURS, PALE, picture
+from h5feed.train.evaluate import Scored
+from h5feed.train.log import CONFUSION, CURVES, METRICS, PREDICTIONS, class_name, read_metrics
+
+__all__ = ["draw_curves", "draw_scored"]
 
 _VAL, _RATE, _WAIT = COLORS[1], COLORS[2], COLORS[3]
 _POINTS = 200
@@ -103,3 +109,103 @@ def _speed(panel: Any, train: Sequence[dict[str, Any]]) -> None:
     wait.set_ylim(0, 100)
     wait.grid(visible=False)
     wait.set_ylabel("waiting for data, %", color=_WAIT)
+
+
+def draw_scored(out: Path, scored: Scored, classes: Sequence[str], ignore_index: int) -> None:
+    """Draw what a scoring found into folder `out`: confusion.png, and predictions.png of masks.
+
+    Raises ImportError without matplotlib.
+    """
+    if scored.confusion is not None and len(scored.confusion) > 1:
+        _draw_confusion(out / CONFUSION, scored, classes)
+    if scored.drawn is not None:
+        _draw_predictions(out / PREDICTIONS, scored, classes, ignore_index)
+
+
+_NUMBERED, _NAMED = 20, 60
+"""Most classes for which a cell of the matrix has room for a number, and a row for a name."""
+
+
+def _draw_confusion(path: Path, scored: Scored, classes: Sequence[str]) -> None:
+    """Shares of each true class by predicted class, in percent."""
+    assert scored.confusion is not None
+    table = scored.confusion.double()
+    shares = (100 * table / table.sum(1, keepdim=True)).nan_to_num().numpy()
+    count = len(shares)
+    side = min(12.0, 4.0 + 0.36 * count)
+    what = "pixels" if scored.drawn is not None else "images"
+    title = f"{path.parent.name}: confusion of {count} classes"
+    caption = (
+        f"of each true class (row) the share predicted as each class (column), in percent; "
+        f"{table.sum().item():,.0f} {what} of the last scoring."
+    )
+    with picture(
+        path, extra="train", title=title, caption=caption, width=side + 1.2, height=side
+    ) as (figure, (panel, *_)):
+        image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+        panel.set(xlabel="predicted class", ylabel="true class")
+        panel.grid(visible=False)
+        panel.spines[:].set_visible(False)
+        panel.tick_params(length=0)
+        if count <= _NAMED:
+            names = [_short(class_name(classes, number)) for number in range(count)]
+            upright = all(len(name) <= 2 for name in names)
+            panel.set_xticks(range(count), names, rotation=0 if upright else 90)
+            panel.set_yticks(range(count), names)
+        if count <= _NUMBERED:
+            for row, column in zip(*(shares >= 0.5).nonzero(), strict=True):
+                share = shares[row, column]
+                color = "white" if share > 55 else INK
+                panel.text(column, row, f"{share:.0f}", ha="center", va="center", color=color)
+        figure.colorbar(image, label="percent of the true class", shrink=0.8).outline.set_visible(
+            False
+        )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 22 else name[:21] + "…"
+
+
+def _draw_predictions(
+    path: Path, scored: Scored, classes: Sequence[str], ignore_index: int
+) -> None:
+    """Rows of image, mask and predicted mask, the classes in the colors of show-h5's sheets."""
+    assert scored.drawn is not None
+    images, masks, predicted = scored.drawn
+    colors = class_colors()
+    ignored = masks == ignore_index
+    seen = np.union1d(masks[~ignored].numpy(), predicted.numpy()).tolist()
+    high, wide = images.shape[2:]
+    title = f"{path.parent.name}: the first {len(images)} images of the last scoring"
+    with picture(
+        path,
+        extra="train",
+        title=title,
+        width=7.5,
+        height=1.4 + 2.4 * len(images) * high / wide,
+        rows=len(images),
+        columns=3,
+    ) as (figure, panels):
+        for panel, name in zip(panels, ("image", "mask", "prediction"), strict=False):
+            panel.set_title(name)
+        black = np.zeros(3, np.uint8)
+        for row, (image, mask, guess) in enumerate(zip(images, masks, predicted, strict=True)):
+            hidden = (mask == ignore_index).numpy()[..., None]
+            panels[3 * row].imshow(image.permute(1, 2, 0).to(torch.uint8).numpy())
+            drawn = colors[mask.numpy().astype(np.int64).clip(0, 255)]
+            panels[3 * row + 1].imshow(np.where(hidden, black, drawn))
+            panels[3 * row + 2].imshow(colors[guess.numpy().clip(0, 255)])
+        for panel in panels:
+            panel.set_axis_off()
+        patches = require("matplotlib.patches", "train")
+        handles = [
+            patches.Patch(
+                facecolor=colors[min(number, 255)] / 255,
+                edgecolor=PALE,
+                label=class_name(classes, number),
+            )
+            for number in seen
+        ]
+        if bool(ignored.any()):
+            handles.append(patches.Patch(facecolor="black", label="not scored"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=6)

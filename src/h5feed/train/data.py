@@ -59,6 +59,8 @@ class Data:
 
     Raises UsageError where the pictures are too few for a batch.
     """
+    classes: tuple[str, ...] = ()
+    """Their names, where they have some."""
     count: int = 0
     """Images to train on; 0 where nobody knows."""
     val_loader: Iterable[Batch] | None = None

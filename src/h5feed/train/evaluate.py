@@ -3,8 +3,9 @@
 inference_mode is no_grad without version counters and view tracking (PyTorch's autograd notes).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,28 @@ from torch.amp.autocast_mode import autocast
 
 from h5feed.train.distributed import World
 from h5feed.train.step import Batch
-from h5feed.train.tasks import Task
+from h5feed.train.tasks import Task, ratio
 
-__all__ = ["evaluate"]
+__all__ = ["Scored", "evaluate"]
+
+_DRAWN = 6
+"""Images of a scoring that are kept to be drawn, where each pixel has a class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What a scoring found, of all processes together."""
+
+    loss: float
+    """Mean over the images, without label smoothing."""
+    metric: float
+    """The task's."""
+    also: Mapping[str, float]
+    """The task's further metrics, by name."""
+    confusion: Tensor | None
+    """Images or pixels by true (rows) and likeliest (columns) class, on the CPU."""
+    drawn: tuple[Tensor, Tensor, Tensor] | None
+    """For dense tasks the first few images, their masks and predicted masks, on the CPU."""
 
 
 def evaluate(
@@ -26,8 +46,8 @@ def evaluate(
     *,
     flip: bool = False,
     rounds: int = 0,
-) -> tuple[float, float]:
-    """Return mean loss (without label smoothing) and metric over `batches`, of all processes.
+) -> Scored:
+    """Score `batches`, of all processes.
 
     `net` is the bare module: in DDP, processes with unlike numbers of batches would wait for
     each other. It runs in eval mode under inference_mode, and each of its modules is back in its
@@ -37,7 +57,8 @@ def evaluate(
     """
     losses = torch.zeros((), device=world.device, dtype=torch.float64)
     scores = torch.zeros((), device=world.device, dtype=torch.float64)
-    count = passes = 0
+    also = dict.fromkeys(task.also, scores)
+    table, drawn, count, passes = scores, None, 0, 0
 
     def compute(images: Tensor) -> Tensor:
         outputs: Tensor = net(images)
@@ -54,6 +75,13 @@ def evaluate(
                 loss = (task.val_loss or task.loss)(outputs, targets)
             losses += loss * len(images)
             scores = scores + task.score(outputs, targets)
+            for name, measure in task.also.items():
+                also[name] = also[name] + measure(outputs, targets)
+            if task.confusion is not None:
+                table = table + task.confusion(outputs, targets)
+            if task.dense and drawn is None:
+                found = outputs[:_DRAWN].argmax(1).cpu()
+                drawn = (images[:_DRAWN].cpu(), targets[:_DRAWN].cpu(), found)
             count += len(images)
             passes += 1
         for _ in range(passes, rounds):
@@ -61,7 +89,17 @@ def evaluate(
                 compute(images)
         sums = world.add_up(torch.stack((losses, torch.full_like(losses, count))))
         loss_sum, pictures = sums.tolist()
-        return loss_sum / pictures, task.value(world.add_up(scores))
+        return Scored(
+            loss=loss_sum / pictures,
+            metric=task.value(world.add_up(scores)),
+            also={name: ratio(world.add_up(score)) for name, score in also.items()},
+            confusion=None if task.confusion is None else _square(world.add_up(table)),
+            drawn=drawn,
+        )
+
+
+def _square(table: Tensor) -> Tensor:
+    return table.cpu().view(round(len(table) ** 0.5), -1)
 
 
 def _mirrored(outputs: Tensor, task: Task) -> Tensor:

@@ -41,6 +41,7 @@ def open_folders(config: TrainConfig, world: World, batch_size: int) -> Data:
     return Data(
         task=kind.task,
         num_outputs=kind.num_outputs,
+        classes=kind.classes,
         mean=mean,
         std=std,
         size=size,

@@ -1,12 +1,17 @@
 """A run's folder: its configuration, its metrics, and nothing of an older run."""
 
+import csv
+import io
 import json
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from h5feed.disk import replaced
 from h5feed.errors import H5FeedError, UsageError
@@ -17,17 +22,22 @@ from h5feed.train.distributed import World
 
 __all__ = [
     "BEST",
+    "CONFUSION",
     "CURVES",
     "LAST",
     "METRICS",
+    "PER_CLASS",
+    "PREDICTIONS",
     "MetricsLog",
     "check_folder",
+    "class_name",
     "kept_checkpoints",
     "memory_mb",
     "read_metrics",
 ]
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
+CONFUSION, PREDICTIONS, PER_CLASS = "confusion.png", "predictions.png", "per_class.csv"
 LAST, BEST = "last.pt", "best.pt"
 
 
@@ -48,6 +58,11 @@ def check_folder(config: TrainConfig) -> None:
             f"--out {out} holds a run already: {go_on}replace it with --overwrite, or name another "
             "folder"
         )
+
+
+def class_name(classes: Sequence[str], number: int) -> str:
+    """Return the name of a class, or its number where it has none."""
+    return classes[number] if number < len(classes) else str(number)
 
 
 def kept_checkpoints(out: Path) -> list[Path]:
@@ -89,7 +104,7 @@ class MetricsLog:
             with replaced(self._path) as file:
                 file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
             if not config.resume:
-                for name in (LAST, BEST, CURVES):
+                for name in (LAST, BEST, CURVES, CONFUSION, PREDICTIONS, PER_CLASS):
                     # Last of all: a full disk leaves what can be gone on with.
                     (out / name).unlink(missing_ok=True)
             for path in kept_checkpoints(out):
@@ -103,6 +118,37 @@ class MetricsLog:
                 self._boards.append(TensorBoard(out, self._step))
         if config.debug.wandb:
             self._boards.append(WandB(config))
+
+    def write_per_class(self, confusion: Tensor, classes: Sequence[str], *, dense: bool) -> None:
+        """Replace per_class.csv by what a scoring found, a line for each class.
+
+        `confusion` are images (pixels, where `dense`) by true and by predicted class, (C, C);
+        classes that neither occur nor are predicted have no share, and their cells stay empty.
+        """
+        if self._path is None:
+            return
+        text = io.StringIO()
+        lines = csv.writer(text, lineterminator="\n")
+        found, true = confusion.diagonal().double(), confusion.sum(1).double()
+        predicted = confusion.sum(0).double()
+        last = found / (true + predicted - found) if dense else 2 * found / (true + predicted)
+        lines.writerow(
+            ["class", "pixels", "precision", "recall", "iou"]
+            if dense
+            else ["class", "images", "precision", "recall", "f1"]
+        )
+        shares = torch.stack((found / predicted, found / true, last), 1).tolist()
+        for number, (count, row) in enumerate(zip(true.tolist(), shares, strict=True)):
+            cells = ["" if math.isnan(share) else f"{share:.4f}" for share in row]
+            lines.writerow([class_name(classes, number), round(count), *cells])
+        try:
+            with replaced(self._path.with_name(PER_CLASS)) as file:
+                file.write(text.getvalue().encode())
+        except OSError as ex:
+            raise H5FeedError(
+                f"{self._path.with_name(PER_CLASS)} could not be written: {ex.strerror}. Make "
+                "room, and go on with --resume"
+            ) from ex
 
     def write(self, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
         """Append one line, at once on disk; H5FeedError where the disk is full."""

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 from h5feed.train.compiled import for_scoring
 from h5feed.train.config import TrainConfig
-from h5feed.train.curves import draw_curves
+from h5feed.train.curves import draw_curves, draw_scored
 from h5feed.train.data import Data
 from h5feed.train.debug import check_gradients, debugging
 from h5feed.train.distributed import join_world, start, under_torchrun
@@ -50,6 +50,8 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
         if world.is_main and config.debug.plot:
             try:
                 draw_curves(config.out, run.recorder.summary.metric)
+                if (scored := run.recorder.last_scored) is not None:
+                    draw_scored(config.out, scored, data.classes, config.loss.ignore_index)
             except ImportError as ex:
                 run.recorder.say(f"no curves.png: {ex}")
         return run.recorder.summary
@@ -110,7 +112,7 @@ def score_epoch(run: Run, epoch: int) -> bool:
     rounds = run.world.most(run.data.val_loader) if run.config.distributed.fsdp else 0
     with step.ema.swapped_in() if step.ema is not None else nullcontext():
         run.world.align(step.net)
-        loss, metric = evaluate(
+        scored = evaluate(
             for_scoring(step.net, speed.compile_backend, speed.compile),
             run.signals.scoring(run.data.val_loader),
             step.task,
@@ -119,7 +121,7 @@ def score_epoch(run: Run, epoch: int) -> bool:
             flip=run.config.recipe.test_flip,
             rounds=rounds,
         )
-    return run.recorder.scored(step.count, epoch, loss, metric)
+    return run.recorder.scored(step.count, epoch, scored)
 
 
 def save(run: Run, epoch: int, *, best: bool = False, done: bool = False) -> None:

@@ -96,8 +96,10 @@ def _names_spared_by_models(model: nn.Module) -> set[str]:
 def gradient_norm(model: nn.Module) -> Tensor:
     """Return the Euclidean norm of all gradients together, a scalar; waits for nothing."""
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads))))
-    return norm
+    norm: Any = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads))))
+    # Under FSDP each process has a part of every gradient.
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:

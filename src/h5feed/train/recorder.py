@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from h5feed.errors import H5FeedError
 from h5feed.progress import Progress
 from h5feed.train.config import TrainConfig
 from h5feed.train.distributed import World
+from h5feed.train.evaluate import Scored
 from h5feed.train.log import LAST, MetricsLog, memory_mb
 from h5feed.train.step import Batch
 from h5feed.train.tasks import Task
@@ -80,10 +81,12 @@ class Recorder:
         done: int,
         total: int,
         best: float | None,
+        classes: Sequence[str] = (),
     ) -> None:
         """`done` and `total` are optimizer steps, `best` the best metric before them."""
         self._config, self._task, self._world = config, task, world
-        self._epochs = config.epochs
+        self._epochs, self._classes = config.epochs, classes
+        self.last_scored: Scored | None = None
         self._meter = Meter(task, world)
         self._log = MetricsLog(config, world, step=done)
         self._begun = False
@@ -156,16 +159,21 @@ class Recorder:
         self.summary.steps, self.summary.train = step, values
         self._resume_clock()
 
-    def scored(self, step: int, epoch: int, loss: float, metric: float) -> bool:
+    def scored(self, step: int, epoch: int, scored: Scored) -> bool:
         """Write and show a scoring; returns whether its metric is the best so far."""
-        self.summary.val = {"loss": loss, self._task.metric: metric}
+        self.last_scored = scored
+        loss, metric = scored.loss, scored.metric
+        self.summary.val = {"loss": loss, self._task.metric: metric, **scored.also}
         self._log.write("val", step, epoch, self.summary.val)
+        if scored.confusion is not None:
+            self._log.write_per_class(scored.confusion, self._classes, dense=self._task.dense)
+        further = "".join(f", {name} {value:.4f}" for name, value in scored.also.items())
         best = self.summary.best
         trained = self.summary.train  # nothing where a resumed run begins with a scoring
         loss_of_training = f"train loss {trained['loss']:.4f}, " if trained else ""
         self._progress.say(
             f"epoch {epoch + 1} of {self._epochs}: {loss_of_training}"
-            f"val loss {loss:.4f}, val {self._task.metric} {metric:.4f}"
+            f"val loss {loss:.4f}, val {self._task.metric} {metric:.4f}{further}"
         )
         self._resume_clock()
         if best is None or (metric > best) == self._task.higher_is_better:

@@ -103,7 +103,15 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
             f"the run in {config.out} has done: resume with as many or more"
         )
     go_to_step(step.schedule, step.count)
-    recorder = Recorder(config, task, world, done=step.count, total=total, best=progress["best"])
+    recorder = Recorder(
+        config,
+        task,
+        world,
+        done=step.count,
+        total=total,
+        best=progress["best"],
+        classes=data.classes,
+    )
     for note in built.notes:
         recorder.say(note)
     return Run(

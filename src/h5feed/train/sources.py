@@ -41,6 +41,7 @@ def open_data(config: TrainConfig, world: World) -> Data:
     return Data(
         task=kind.task,
         num_outputs=kind.num_outputs,
+        classes=kind.classes,
         mean=mean,
         std=tuple(max(1.0, 255 * value) for value in stats.std),
         size=size,

@@ -1,7 +1,7 @@
 """What is learned: a loss, and a score that adds up over batches and processes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from h5feed.errors import UsageError
 from h5feed.train.config import LossConfig
 from h5feed.train.models import load_function
 
-__all__ = ["Task", "make_task"]
+__all__ = ["Task", "make_task", "ratio"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,11 @@ class Task:
     """Whether outputs and targets are pictures, which a mirrored picture mirrors."""
     val_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """The loss that scoring states, without what only helps to learn; None for `loss`."""
+    confusion: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Images (pixels, where dense) by true and by likeliest class, float (classes · classes,),
+    summed as a score is; None where there are no classes, or too many for a table."""
+    also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
+    """Further metrics of scoring, by name: each a score of two numbers, a part and a whole."""
     num_outputs: int = 0
     """Outputs that `loss` needs of each image (of each pixel, where dense); 0 for any."""
 
@@ -82,8 +87,10 @@ def _classification(config: LossConfig, num_outputs: int) -> Task:
         loss=loss,
         val_loss=val_loss,
         score=_hits,
-        value=_ratio,
+        value=ratio,
         metric="accuracy",
+        confusion=_table_of(-100, num_outputs),  # which cross_entropy leaves out
+        also={"top5": _hits_of_five} if num_outputs > 5 else {},
         num_classes=num_outputs,
         num_outputs=num_outputs,
     )
@@ -110,7 +117,22 @@ def _hits(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.stack((hits, torch.full_like(hits, len(truth)))).float()
 
 
-def _ratio(score: Tensor) -> float:
+def _hits_of_five(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Images whose true class is among the five likeliest; images."""
+    hits = (outputs.topk(5, 1).indices == targets[:, None]).sum()
+    return torch.stack((hits, torch.full_like(hits, len(targets)))).float()
+
+
+_LARGEST_TABLE = 2000
+"""Classes: 16 MB of counts. Of more, nobody reads a table."""
+
+
+def _table_of(ignored: int, classes: int) -> Callable[[Tensor, Tensor], Tensor] | None:
+    return partial(_confusion, ignored, classes) if classes <= _LARGEST_TABLE else None
+
+
+def ratio(score: Tensor) -> float:
+    """Return the first of two numbers divided by the second; 0 of nothing."""
     part, whole = score.tolist()
     return float(part / max(whole, 1))
 
@@ -120,7 +142,7 @@ def _regression(config: LossConfig, num_outputs: int) -> Task:
         name="regression",
         loss=lambda outputs, targets: functional.mse_loss(outputs.float(), targets),
         score=_deviations,
-        value=_ratio,
+        value=ratio,
         metric="mean absolute error",
         higher_is_better=False,
         num_outputs=num_outputs,
@@ -140,6 +162,7 @@ def _segmentation(config: LossConfig, num_outputs: int) -> Task:
         score=partial(_confusion, config.ignore_index, num_outputs),
         value=_mean_iou,
         metric="mean IoU",
+        confusion=_table_of(config.ignore_index, num_outputs),
         dense=True,
         num_outputs=num_outputs,
     )
@@ -157,7 +180,7 @@ def _pixel_loss(
 
 
 def _confusion(ignore_index: int, classes: int, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Pixels by true and by likeliest class, (classes · classes,).
+    """Images or pixels by true and by likeliest class, (classes · classes,).
 
     By scatter_add rather than bincount, which waits for the device to learn its length.
     """
