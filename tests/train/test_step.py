@@ -4,6 +4,7 @@ from itertools import cycle, islice, product
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h5feed.train.distributed import World
@@ -266,3 +267,15 @@ def test_a_compiled_step_learns_the_same(tmp_path, monkeypatch):
     assert compiled.model is not compiled.net
     torch.testing.assert_close(weights(compiled), weights(eager))
     assert list(compiled.net.state_dict()) == list(eager.net.state_dict())
+
+
+def test_the_measured_norm_is_of_the_unscaled_gradient(tmp_path):
+    norms = []
+    for scale in (1.0, 1024.0):
+        step = make_step(tmp_path)
+        step.scaler = GradScaler("cpu", init_scale=scale)
+        step(make_batches(16), measure=True)
+        norms.append(step.grad_norm.item())
+        step(make_batches(16))
+        assert step.grad_norm is None  # costs nothing where nobody reads it
+    assert norms[1] == pytest.approx(norms[0])
