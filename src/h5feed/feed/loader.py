@@ -229,10 +229,10 @@ class H5Loader(PackedLoader):
     that changes nothing, and two that begin together, as in zip(loader, loader), are the same epoch
     unless `set_epoch` comes between. Threads may share a pass: each batch goes to one of them.
 
-    Most programs need the arguments down to `seed`. The rest are for special cases: several
-    processes (rank, world_size, tail), damaged files (on_error, io), an order of your own
-    (sampler, indices, block, window), GPUs (augment_on, residency, compile) and slow disks
-    (lookahead).
+    Most programs give shuffle, augment, device, num_workers, drop_last and seed. The others are
+    for special cases: several processes (rank, world_size, tail), damaged files and failing disks
+    (on_error, io), orders of your own (sampler, indices, block, window), GPUs (augment_on,
+    residency, compile), slow disks (prefetch, lookahead), self-supervised learning (views).
 
     JPEG is decoded by the loader's threads, wherever batches go; h5feed.interop.dali.DaliLoader,
     which takes the same arguments, decodes it on a GPU.
