@@ -102,7 +102,7 @@ SMALL = Scale(
     cifar_pictures=160,
     cifar_epochs=1,
     seeds=2,
-    tricks=("packed file", "H5Loader", "gradients to None"),
+    tricks=("packed file", "H5Loader", "fused optimizer"),
     ops=("padded crop, flip", "the same from NV12"),
 )
 

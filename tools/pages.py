@@ -91,7 +91,28 @@ def _accuracy() -> str:
     return f"({both}): packed − files = {difference:+.2f} ± {width:.2f} points"
 
 
-SENTENCES: Mapping[str, Sequence[Callable[[], str]]] = {"README.md": [_accuracy]}
+def _trained(name: str, said: Callable[[Mapping[str, Any]], str]) -> Callable[[], str]:
+    """Return what a recipe of the README reached, and in how many seconds, over all runs."""
+
+    def sentence() -> str:
+        found = [run["recipes"][name] for run in _read("training.json")]
+        times = sorted(round(recipe["seconds"]) for recipe in found)
+        span = f"{times[0]}" if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+        return f"{said(found[-1])}{span} seconds"
+
+    return sentence
+
+
+SENTENCES: Mapping[str, Sequence[Callable[[], str]]] = {
+    "README.md": [
+        _accuracy,
+        _trained("samples", lambda _: ""),
+        _trained("cifar", lambda found: f"{100 * found['val']['accuracy']:.1f} % after "),
+        _trained(
+            "scenes", lambda found: f"mean IoU {found['val']['mean IoU']:.2f} after 12 epochs, "
+        ),
+    ]
+}
 """By page: words that must stand in it, line breaks apart."""
 
 

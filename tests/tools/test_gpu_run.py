@@ -100,7 +100,7 @@ def test_ops_are_measured_eager_and_compiled(results):
 
 def test_the_ablation_measured_real_processes(results):
     rows = read(results, "ablation")["ablation"]["rows"]
-    names = ["the plain loop", "+ packed file", "+ H5Loader", "+ gradients to None"]
+    names = ["the plain loop", "+ packed file", "+ H5Loader", "+ fused optimizer"]
     assert [row["name"] for row in rows] == names
     for row in rows:
         assert row["error"] is None

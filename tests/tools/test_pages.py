@@ -47,6 +47,15 @@ def test_another_figure_is_found(pages, tmp_path):
     ]
 
 
+def test_the_recipes_that_were_run_are_the_readmes(pages):
+    from readme_training import RECIPES
+
+    said = " ".join(pages.ROOT.joinpath("README.md").read_text().replace("\\\n", " ").split())
+    for name, options in RECIPES.items():
+        for option in options.split(" --"):
+            assert f"--{option.removeprefix('--')}" in said, (name, option)
+
+
 def test_every_file_in_benchmarks_has_its_command(pages):
     said = (ROOT / "benchmarks/README.md").read_text()
     for path in (ROOT / "benchmarks").iterdir():
