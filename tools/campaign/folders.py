@@ -208,6 +208,7 @@ def _socket(case: Case, folder: Path) -> None:
     here = os.getcwd()
     os.chdir(folder)  # a socket's path may have a hundred characters
     try:
+        Path("socket.jpg").unlink(missing_ok=True)
         socket.socket(socket.AF_UNIX).bind("socket.jpg")
     finally:
         os.chdir(here)
