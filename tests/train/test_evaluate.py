@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,26 @@ def test_scenes_are_kept_to_be_drawn_and_their_pixels_counted():
     assert scored.confusion.tolist() == [[16, 0], [16, 16]]
     assert [len(values) for values in scored.drawn] == [6, 6, 6]
     assert torch.equal(scored.drawn[2], found[:6])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_no_pixel_is_lost_beyond_what_float32_counts(dtype):
+    """A first batch that counts as 2**24 of it: float32 adds 1 to that in vain."""
+    task = make_task("segmentation", LossConfig(), 2)
+    weights = iter([2**24, 1] * 2)
+
+    def count(outputs, targets):
+        table = task.score(outputs, targets)
+        assert table.dtype == torch.int64  # of one batch, too
+        return (table * next(weights)).to(dtype)
+
+    images, masks = (
+        torch.tensor([1.0, 0.0]).view(1, 2, 1, 1),
+        torch.zeros(1, 1, 1, dtype=torch.uint8),
+    )
+    counted = replace(task, score=count, confusion=None, value=lambda table: table[0].item())
+    scored = evaluate(nn.Identity(), [(images, masks)] * 2, counted, ALONE, PLAIN)
+    assert scored.metric == 2**24 + 1
+    counted = replace(counted, confusion=count, score=task.score)
+    scored = evaluate(nn.Identity(), [(images, masks)] * 2, counted, ALONE, PLAIN)
+    assert scored.confusion[0, 0] == 2**24 + 1

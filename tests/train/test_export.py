@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 import warnings
 
@@ -130,4 +131,30 @@ def test_what_cannot_be_exported_is_one_sentence(trained, tmp_path, monkeypatch,
         H5FeedError, match=r"could not be exported to .*: torch cannot trace .*--to weights\.pt wri"
     ):
         export(trained, tmp_path / "m.pt2", size=32)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("name", ["w.pt", "m.pt2"])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained, tmp_path, name):
+    """As far as a process is concerned: its files may have no more bytes than that."""
+    import resource
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            export(trained, tmp_path / name)
+        except BaseException as ex:
+            os.write(writer, str(ex).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert file.read().decode() == (
+            f"--to {tmp_path / name} could not be written: File too large. Make room, or name "
+            "another file"
+        )
     assert list(tmp_path.iterdir()) == []

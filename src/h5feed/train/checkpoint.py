@@ -19,6 +19,7 @@ __all__ = [
     "RandomState",
     "Stateful",
     "capture",
+    "disk_error",
     "load_checkpoint",
     "read_saved",
     "restore",
@@ -87,14 +88,21 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         with replaced(path) as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as ex:
-        # torch's writer fails a second time when it is closed, and that is the error it raises.
-        cause = ex if isinstance(ex, OSError) else ex.__context__
-        if not isinstance(cause, OSError):
+        if (cause := disk_error(ex)) is None:
             raise
         raise H5FeedError(
             f"{path} could not be saved: {cause.strerror}. What was saved before is whole: make "
             "room, and go on with --resume"
         ) from ex
+
+
+def disk_error(error: Exception) -> OSError | None:
+    """Return the OSError by which torch could not write a file; None where it was another.
+
+    Its writer fails a second time when it is closed, and that RuntimeError is what it raises.
+    """
+    cause = error.__context__ if isinstance(error, RuntimeError) else error
+    return cause if isinstance(cause, OSError) else None
 
 
 def load_checkpoint(path: Path, asked: str = "--resume") -> dict[str, Any]:

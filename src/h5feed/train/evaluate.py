@@ -55,10 +55,16 @@ def evaluate(
     Under FSDP, where a pass gathers the weights of all, each process makes `rounds` passes: those
     beyond its own batches count for nothing.
     """
-    losses = torch.zeros((), device=world.device, dtype=torch.float64)
-    scores = torch.zeros((), device=world.device, dtype=torch.float64)
+    # Apple's GPUs have no float64.
+    exact = torch.float32 if world.device.type == "mps" else torch.float64
+    losses = torch.zeros((), device=world.device, dtype=exact)
+    # A scalar yields to the dtype of what is added to it, unless that is of a lesser kind.
+    scores = torch.zeros((), device=world.device, dtype=torch.int64)
     also = dict.fromkeys(task.also, scores)
     table, drawn, count, passes = scores, None, 0, 0
+
+    def summand(score: Tensor) -> Tensor:
+        return score.to(exact) if score.is_floating_point() else score
 
     def compute(images: Tensor) -> Tensor:
         outputs: Tensor = net(images)
@@ -74,11 +80,11 @@ def evaluate(
                 outputs = compute(images)
                 loss = (task.val_loss or task.loss)(outputs, targets)
             losses += loss * len(images)
-            scores = scores + task.score(outputs, targets)
+            scores = scores + summand(task.score(outputs, targets))
             for name, measure in task.also.items():
-                also[name] = also[name] + measure(outputs, targets)
+                also[name] = also[name] + summand(measure(outputs, targets))
             if task.confusion is not None:
-                table = table + task.confusion(outputs, targets)
+                table = table + summand(task.confusion(outputs, targets))
             if task.dense and drawn is None:
                 found = outputs[:_DRAWN].argmax(1).cpu()
                 drawn = (images[:_DRAWN].cpu(), targets[:_DRAWN].cpu(), found)

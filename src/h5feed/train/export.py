@@ -12,7 +12,7 @@ from torch import nn
 from h5feed.disk import replaced
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.optional import require
-from h5feed.train.checkpoint import load_checkpoint
+from h5feed.train.checkpoint import disk_error, load_checkpoint
 from h5feed.train.models import Network, build_model
 
 __all__ = ["Exported", "export", "load_trained"]
@@ -70,7 +70,8 @@ def export(checkpoint: Path, to: Path, *, size: int = 0) -> Exported:
     The averaged weights are taken where the run kept an average.
 
     Raises UsageError for another ending or a file that is no checkpoint, ImportError where ONNX's
-    libraries are missing, and H5FeedError where torch cannot trace the model.
+    libraries are missing, and H5FeedError where torch cannot trace the model or `to` cannot be
+    written.
     """
     if to.suffix not in _FORMATS:
         raise UsageError(
@@ -109,9 +110,13 @@ def export(checkpoint: Path, to: Path, *, size: int = 0) -> Exported:
                 with warnings.catch_warnings():  # torch's, about parts of itself
                     warnings.simplefilter("ignore", FutureWarning)
                     _save_program(net, exported, file, onnx=to.suffix == ".onnx")
-    except (OSError, H5FeedError):
+    except H5FeedError:
         raise
     except Exception as ex:  # torch.export raises errors of many kinds
+        if (cause := disk_error(ex)) is not None:
+            raise H5FeedError(
+                f"--to {to} could not be written: {cause.strerror}. Make room, or name another file"
+            ) from ex
         first = str(ex).strip().partition("\n")[0]
         raise H5FeedError(
             f"{checkpoint} could not be exported to {to}: torch cannot trace {facts['model']} "

@@ -20,8 +20,8 @@ class Task:
     """One kind of learning.
 
     `loss(outputs, targets)` is a mean over the batch, a scalar. `score(outputs, targets)` is a
-    1-D float tensor on the device that is summed over batches and processes before `value`
-    makes one number of it: nothing waits for the device until then.
+    1-D tensor on the device that is summed over batches and processes before `value` makes one
+    number of it: nothing waits for the device until then. Counts are int64: float32 ends at 2**24.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Task:
     val_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """The loss that scoring states, without what only helps to learn; None for `loss`."""
     confusion: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Images (pixels, where dense) by true and by likeliest class, float (classes · classes,),
+    """Images (pixels, where dense) by true and by likeliest class, int64 (classes · classes,),
     summed as a score is; None where there are no classes, or too many for a table."""
     also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
     """Further metrics of scoring, by name: each a score of two numbers, a part and a whole."""
@@ -114,17 +114,17 @@ def _hits(outputs: Tensor, targets: Tensor) -> Tensor:
     """Pictures whose likeliest class is the true (or, mixed, the strongest) one; pictures."""
     truth = targets.argmax(1) if targets.is_floating_point() else targets
     hits = (outputs.argmax(1) == truth).sum()
-    return torch.stack((hits, torch.full_like(hits, len(truth)))).float()
+    return torch.stack((hits, torch.full_like(hits, len(truth))))
 
 
 def _hits_of_five(outputs: Tensor, targets: Tensor) -> Tensor:
     """Images whose true class is among the five likeliest; images."""
     hits = (outputs.topk(5, 1).indices == targets[:, None]).sum()
-    return torch.stack((hits, torch.full_like(hits, len(targets)))).float()
+    return torch.stack((hits, torch.full_like(hits, len(targets))))
 
 
 _LARGEST_TABLE = 2000
-"""Classes: 16 MB of counts. Of more, nobody reads a table."""
+"""Classes: 32 MB of counts. Of more, nobody reads a table."""
 
 
 def _table_of(ignored: int, classes: int) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -180,19 +180,19 @@ def _pixel_loss(
 
 
 def _confusion(ignore_index: int, classes: int, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Images or pixels by true and by likeliest class, (classes · classes,).
+    """Images or pixels by true and by likeliest class, int64 (classes · classes,).
 
     By scatter_add rather than bincount, which waits for the device to learn its length.
     """
     counted = (targets != ignore_index).flatten()
     cell = targets.flatten().long().clamp(max=classes - 1) * classes + outputs.argmax(1).flatten()
-    empty = torch.zeros(classes * classes, dtype=torch.float32, device=outputs.device)
-    return empty.scatter_add_(0, cell, counted.float())
+    empty = torch.zeros(classes * classes, dtype=torch.int64, device=outputs.device)
+    return empty.scatter_add_(0, cell, counted.long())
 
 
 def _mean_iou(score: Tensor) -> float:
     """Mean over classes that occur of intersection by union (Everingham et al. 2010)."""
-    table = score.view(round(len(score) ** 0.5), -1)
+    table = score.cpu().double().view(round(len(score) ** 0.5), -1)
     shared = table.diagonal()
     union = table.sum(0) + table.sum(1) - shared
     return float((shared / union)[union > 0].mean())
