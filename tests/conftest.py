@@ -1,5 +1,6 @@
 """What torchvision needs before it is imported, and what several tests begin with."""
 
+import signal
 import sys
 
 import pytest
@@ -21,6 +22,13 @@ except RuntimeError:
     import torchvision
 except ImportError:
     pass  # the tests that need it say so themselves
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c():
+    """Let Ctrl-C be heard: a shell that starts the tests in the background has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
