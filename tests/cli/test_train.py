@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -180,6 +181,18 @@ def test_ctrl_c_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loop, "save", plain)
     assert main(resume.split()) == 0
     assert losses(tmp_path)[-1][:2] == ("val", 8)
+
+
+def test_ctrl_c_before_the_first_step_advises_no_old_run(paths, tmp_path, capsys, monkeypatch):
+    import h5feed.train.loop as loop
+
+    assert main(arguments(paths, tmp_path, "--no-plot")) == 0
+    monkeypatch.setattr(loop, "prepare", Mock(side_effect=KeyboardInterrupt))
+    capsys.readouterr()
+    assert main(arguments(paths, tmp_path, "--no-plot", "--overwrite")) == 130
+    assert capsys.readouterr().err == "train-h5: interrupted\n"
+    assert main(["--config", str(tmp_path / "config.json"), "--resume"]) == 130
+    assert capsys.readouterr().err.endswith("/config.json --resume\n")
 
 
 def test_sigterm_saves_and_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):

@@ -18,7 +18,9 @@ from h5feed.train.curves import draw_scored
 from h5feed.train.distributed import World
 from h5feed.train.evaluate import Scored
 from h5feed.train.log import read_metrics
+from h5feed.train.recorder import Recorder
 from h5feed.train.stock import Augmented, StockLoader
+from h5feed.train.tasks import make_task
 from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
 
 torch.set_num_threads(1)
@@ -228,6 +230,62 @@ def test_sigusr1_saves_and_goes_on(tmp_path):
     assert summary.steps == 8
     kept = [path.name for path in sorted(tmp_path.glob("step-*"))]
     assert kept == ["step-00000004.pt", "step-00000006.pt", "step-00000008.pt"]
+
+
+def test_sigusr1_is_ignored_before_the_first_step_and_after_the_last(tmp_path, monkeypatch):
+    """Its default action would end the process; processes started then inherit that it is not."""
+    config, found = make_config(tmp_path, plot=True), []
+    data = make_data(config)
+
+    def look(*_):
+        found.append(signal.getsignal(signal.SIGUSR1))
+
+    def train_loader(side):  # in prepare
+        look()
+        return data.train_loader(side)
+
+    monkeypatch.setattr(loop, "draw_curves", look)
+    monkeypatch.setattr(loop, "draw_scored", look)
+    monkeypatch.setattr(loop, "start", look)
+    train(config, replace(data, train_loader=train_loader))
+    train(replace(config, distributed=replace(config.distributed, gpus=2)))
+    assert found == [signal.SIG_IGN] * 4
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_nan_and_ties_are_not_the_best(tmp_path, higher):
+    config = make_config(tmp_path)
+    task = replace(make_task("classification", config.loss, 4), higher_is_better=higher)
+    alone = World(rank=0, size=1, device=torch.device("cpu"))
+    with Recorder(config, task, alone, done=0, total=9, best=None) as recorder:
+
+        def is_best(metric):
+            found = Scored(loss=1.0, metric=metric, also={}, confusion=None, drawn=None)
+            return recorder.scored(1, 0, found)
+
+        better, worse = (0.75, 0.25) if higher else (0.25, 0.75)
+        metrics = [math.nan, 0.5, 0.5, math.nan, worse, better, better]
+        assert [is_best(metric) for metric in metrics] == [
+            False, True, False, False, False, True, False
+        ]  # fmt: skip
+        assert recorder.summary.best == better
+
+
+def test_a_run_resumed_in_its_scoring_begins_its_folder_with_it(tmp_path):
+    event = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = make_config(tmp_path, epochs=1)
+    data = make_data(config)
+    cut = replace(data, val_loader=signalled(data.val_loader, [signal.SIGTERM], at=3))
+    with pytest.raises(SystemExit):
+        train(config, cut)
+    train(make_config(tmp_path, epochs=1, resume=True, log_every=9, tensorboard=True), data)
+    assert read_config(tmp_path / "config.json").debug.log_every == 9
+    board = event.EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [scalar.step for scalar in board.Scalars("val/loss")] == [4]
+    assert len(losses(tmp_path)) == 4
+    assert len(losses(tmp_path, "val")) == 1
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):

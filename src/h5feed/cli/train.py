@@ -5,13 +5,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.text import say
 from h5feed.train import Summary, train
 from h5feed.train.distributed import is_main_process
 from h5feed.train.log import LAST
-from h5feed.train.saver import Terminated
+from h5feed.train.saver import Terminated, save_signal_ignored
 
 __all__ = ["main"]
 
@@ -47,16 +48,18 @@ def main(args: Sequence[str] | None = None) -> int:
     if given and given[0] in _TOOLS:
         tool = importlib.import_module(f"h5feed.cli.{_TOOLS[given[0]]}")
         return tool.main(given[1:])  # type: ignore[no-any-return]
-    return run_training_command(_Command, _train, prog="train-h5", args=given)
+    with save_signal_ignored():
+        return run_training_command(_Command, _train, prog="train-h5", args=given)
 
 
 def _train(command: _Command) -> int | None:
     out = command.run.out
     resume = f"go on with train-h5 --config {out / 'config.json'} --resume"
+    old = None if command.run.resume else _version(out / LAST)
     try:
         summary = train(command.run)
     except KeyboardInterrupt as ex:
-        if not (out / LAST).exists():
+        if _version(out / LAST) in (None, old):  # before the first step nothing is replaced
             raise
         raise KeyboardInterrupt(f"interrupted; {resume}") from ex
     except Terminated as ex:
@@ -68,13 +71,22 @@ def _train(command: _Command) -> int | None:
     return None
 
 
+def _version(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from the one that takes its place; None where there is none."""
+    if not path.exists():
+        return None
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
+
+
 def _in_words(summary: Summary) -> str:
     words = [f"{summary.out}: {summary.steps:,} steps, {summary.seconds:.1f} s"]
     if summary.train:
         words.append(f"train loss {summary.train['loss']:.4f}")
     if summary.val:
         score = f"val {summary.metric} {summary.val[summary.metric]:.4f}"
-        words.append(f"val loss {summary.val['loss']:.4f}, {score} (best {summary.best:.4f})")
+        best = "" if summary.best is None else f" (best {summary.best:.4f})"  # NaN is none
+        words.append(f"val loss {summary.val['loss']:.4f}, {score}{best}")
     return ", ".join(words)
 
 

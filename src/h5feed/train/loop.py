@@ -13,7 +13,7 @@ from h5feed.train.evaluate import evaluate
 from h5feed.train.log import check_folder
 from h5feed.train.precision import backends, choose_precision
 from h5feed.train.recorder import Summary
-from h5feed.train.saver import ScoringCut, weights_are_finite
+from h5feed.train.saver import ScoringCut, save_signal_ignored, weights_are_finite
 from h5feed.train.setup import Run, memory_errors_in_words, prepare
 from h5feed.train.sources import open_data
 
@@ -30,8 +30,9 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
     saves, Ctrl-C and SIGTERM save and raise KeyboardInterrupt or SystemExit(143).
     """
     if config.distributed.gpus > 1 and not under_torchrun():
-        return start(train, config, config.distributed.gpus)
-    with join_world(config.device) as world, memory_errors_in_words(config):
+        with save_signal_ignored():
+            return start(train, config, config.distributed.gpus)
+    with save_signal_ignored(), join_world(config.device) as world, memory_errors_in_words(config):
         precision = choose_precision(config.speed, world.device)
         check_folder(config)
         data = data or open_data(config, world)

@@ -125,11 +125,14 @@ class Recorder:
 
     def add(self, loss: Tensor, score: Tensor) -> None:
         """Count a step without waiting for the device; the first one begins the run's folder."""
+        self._begin()
+        self._meter.add(loss, score)
+        self._progress.advance(self._config.batch_size)
+
+    def _begin(self) -> None:
         if not self._begun:
             self._log.begin()
             self._begun = True
-        self._meter.add(loss, score)
-        self._progress.advance(self._config.batch_size)
 
     def report(self, step: int, epoch: int, lr: float, grad_norm: Tensor | None = None) -> None:
         """Read, write and show the steps since the last report, if any.
@@ -160,7 +163,11 @@ class Recorder:
         self._resume_clock()
 
     def scored(self, step: int, epoch: int, scored: Scored) -> bool:
-        """Write and show a scoring; returns whether its metric is the best so far."""
+        """Write and show a scoring; returns whether its metric is better than all before.
+
+        NaN is not. A run that was resumed in its scoring begins its folder with it.
+        """
+        self._begin()
         self.last_scored = scored
         loss, metric = scored.loss, scored.metric
         self.summary.val = {"loss": loss, self._task.metric: metric, **scored.also}
@@ -168,7 +175,6 @@ class Recorder:
         if scored.confusion is not None:
             self._log.write_per_class(scored.confusion, self._classes, dense=self._task.dense)
         further = "".join(f", {name} {value:.4f}" for name, value in scored.also.items())
-        best = self.summary.best
         trained = self.summary.train  # nothing where a resumed run begins with a scoring
         loss_of_training = f"train loss {trained['loss']:.4f}, " if trained else ""
         self._progress.say(
@@ -176,10 +182,15 @@ class Recorder:
             f"val loss {loss:.4f}, val {self._task.metric} {metric:.4f}{further}"
         )
         self._resume_clock()
-        if best is None or (metric > best) == self._task.higher_is_better:
-            self.summary.best = metric
-            return True
-        return False
+        if math.isnan(metric):
+            return False
+        best = self.summary.best
+        if best is not None and not math.isnan(best):
+            is_better = metric > best if self._task.higher_is_better else metric < best
+            if not is_better:
+                return False
+        self.summary.best = metric
+        return True
 
     def check_weights(self, finite: bool, step: int, epoch: int) -> None:
         """Raise LossError unless the weights about to be saved are `finite`."""

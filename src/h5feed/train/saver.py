@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,14 @@ from h5feed.train.distributed import World, is_shared
 from h5feed.train.limits import flag
 from h5feed.train.log import BEST, LAST, kept_checkpoints
 
-__all__ = ["Saver", "ScoringCut", "Signals", "Terminated", "weights_are_finite"]
+__all__ = [
+    "Saver",
+    "ScoringCut",
+    "Signals",
+    "Terminated",
+    "save_signal_ignored",
+    "weights_are_finite",
+]
 
 Item = TypeVar("Item")
 
@@ -134,6 +141,27 @@ _SIGNALS = (None, _SAVE, signal.SIGINT, signal.SIGTERM)
 _INTERRUPT, _TERMINATE = 2, 3
 
 
+@contextmanager
+def save_signal_ignored() -> Iterator[None]:
+    """Ignore SIGUSR1 in the block, wherever `Signals` does not note it.
+
+    Before the first step and after the last there is nothing to save, and by default the signal
+    would end the process. Processes started in the block ignore it, too.
+    """
+    if (
+        _SAVE is None
+        or threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(_SAVE) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(_SAVE, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(_SAVE, signal.SIG_DFL)
+
+
 class Signals:
     """Ctrl-C, SIGTERM and SIGUSR1, kept until a step is done and the run can be saved.
 
@@ -150,7 +178,9 @@ class Signals:
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if number is None or signal.getsignal(number) is signal.SIG_IGN:
+                if number is None:
+                    continue
+                if number != _SAVE and signal.getsignal(number) is signal.SIG_IGN:
                     continue  # ignored in the background of a shell, for one
                 self._before[number] = signal.signal(number, self._note)
         return self
