@@ -77,7 +77,7 @@ PUBLISHED = (
     ),
     PublishedTrick(
         "Gradient checkpointing",
-        "`--checkpoint`",
+        "`--grad-checkpointing`",
         "keeps each block's input only and computes the rest twice: memory for time",
         "gradient checkpointing",
     ),

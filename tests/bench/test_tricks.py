@@ -36,7 +36,7 @@ def test_the_plain_loop_has_no_trick(tmp_path):
         "persistent_workers": False,
         "augment_on": "cpu",
         "drop_biases": False,
-        "checkpoint": False,
+        "grad_checkpointing": False,
         "implementation": "for-loop",
         "set_to_none": True,  # torch's own defaults are no trick
         "precision": "torch",

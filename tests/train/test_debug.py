@@ -84,7 +84,7 @@ def test_gradcheck_finds_a_wrong_backward(tmp_path):
 
 
 def test_gradcheck_looks_at_a_model_with_checkpointing(tmp_path):
-    options = {"debug": "gradcheck", "checkpoint": True, "model": "resnet9-small"}
+    options = {"debug": "gradcheck", "grad_checkpointing": True, "model": "resnet9-small"}
     assert run(tmp_path, **options).steps == 8
 
 

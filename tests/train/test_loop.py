@@ -489,7 +489,8 @@ def test_out_of_memory_says_what_to_do(tmp_path):
         train(config, no_memory(make_data(config)))
     assert str(caught.value) == (
         "out of memory with --batch-size 16 (CUDA out of memory. Tried to allocate 2 GiB.): try "
-        "--accumulate 4, --checkpoint or --precision bf16; train-h5 find-batch finds what fits"
+        "--accumulate 4, --grad-checkpointing or --precision bf16; "
+        "train-h5 find-batch finds what fits"
     )
 
 
@@ -616,7 +617,7 @@ def test_gradient_checkpointing_is_switched_on_and_changes_no_loss(tmp_path, mon
     monkeypatch.setattr(recompute, "checkpoint", counted)
     run(tmp_path / "plain", model="resnet9", epochs=1)
     assert not calls
-    run(tmp_path / "saving", model="resnet9", epochs=1, checkpoint=True)
+    run(tmp_path / "saving", model="resnet9", epochs=1, grad_checkpointing=True)
     assert set(calls) == {False}
     assert losses(tmp_path / "plain") == losses(tmp_path / "saving")
 

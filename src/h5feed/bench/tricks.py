@@ -165,7 +165,7 @@ TRICKS: tuple[Trick, ...] = (
 
 CHECKPOINTING = Trick(
     name="gradient checkpointing",
-    apply=_switch("model", checkpoint=True),
+    apply=_switch("model", grad_checkpointing=True),
     published=Published(
         figure="1.3× the time, a seventh of the memory (48 to 7 GB), 1,000 layers",
         hardware="hardware not stated",
@@ -195,7 +195,7 @@ def plain(config: TrainConfig, images: Path | None) -> TrainConfig:
     return replace(
         config,
         data=data,
-        model=replace(config.model, drop_biases=False, checkpoint=False),
+        model=replace(config.model, drop_biases=False, grad_checkpointing=False),
         optim=replace(
             config.optim,
             implementation="for-loop" if _cuda(config, None) else "foreach",

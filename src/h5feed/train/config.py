@@ -65,7 +65,7 @@ class ModelConfig:
     those before it. By default as the model comes."""
     drop_biases: bool = False
     """Drop the bias of each layer that a batch norm follows: the norm subtracts it again."""
-    checkpoint: bool = False
+    grad_checkpointing: bool = False
     """Gradient checkpointing: keep only each block's input, and compute the rest twice."""
 
     def __post_init__(self) -> None:

@@ -128,7 +128,7 @@ def find_batch(
     full, in_time = good is False, good is not None
     if full and size == options.smallest:
         raise H5FeedError(
-            f"not even a batch of {size} fits into memory: try --smallest 1, --checkpoint, "
+            f"not even a batch of {size} fits into memory: try --smallest 1, --grad-checkpointing, "
             "smaller pictures (--size) or --precision bf16"
         )
     if full:

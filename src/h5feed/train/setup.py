@@ -139,8 +139,8 @@ def memory_errors_in_words(config: TrainConfig) -> Iterator[None]:
         said = str(ex).partition("\n")[0] or "the machine has no more"
         raise H5FeedError(
             f"out of memory with --batch-size {config.batch_size} ({said}): try --accumulate "
-            f"{2 * config.speed.accumulate}, --checkpoint or --precision bf16; train-h5 find-batch "
-            "finds what fits"
+            f"{2 * config.speed.accumulate}, --grad-checkpointing or --precision bf16; "
+            "train-h5 find-batch finds what fits"
         ) from ex
 
 
@@ -208,7 +208,7 @@ def build_network(config: TrainConfig, data: Data, *, fresh: bool = True) -> Bui
             f"--freeze {wanted.freeze}: {len(frozen)} of {len(list(model.parameters()))} weight "
             f"tensors are frozen, and {len(net.frozen_norms)} batch norms keep their statistics"
         )
-    if wanted.checkpoint:
+    if wanted.grad_checkpointing:
         checkpoint_blocks(model)
     return BuiltNetwork(net=net, dropped_biases=dropped, notes=notes)
 
