@@ -777,6 +777,32 @@ def test_every_line_of_training_has_the_norm(tmp_path):
     assert all(line["grad_norm"] > 0 for line in lines)
 
 
+def test_a_save_off_the_rhythm_writes_no_line_without_the_norm(tmp_path):
+    """--save-every measures it, and what SIGUSR1 saves is left to the next reading."""
+    config = make_config(tmp_path, epochs=2, log_every=9, save_every=3, keep_last=9)
+    data = make_data(config)  # of 4 steps an epoch
+    asking = signalled(data.train_loader(8), [signal.SIGUSR1], at=2)
+    train(config, replace(data, train_loader=lambda side: asking))
+    lines = [m for m in read_metrics(tmp_path / "metrics.jsonl") if m["kind"] == "train"]
+    assert [line["step"] for line in lines] == [3, 4, 6, 8]
+    assert all(line["grad_norm"] > 0 for line in lines)
+    assert (tmp_path / "step-00000002.pt").exists()
+    train(make_config(tmp_path / "each", epochs=2), data)  # a line for each step
+    each = [loss for _, loss in losses(tmp_path / "each")]
+    expected = [sum(each[:3]) / 3, each[3], sum(each[4:6]) / 2, sum(each[6:]) / 2]
+    assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("save", [{"save_every": 2}, {}])
+def test_a_save_off_the_rhythm_saves_no_broken_loss(tmp_path, save):
+    config = make_config(tmp_path, epochs=1, log_every=9, **save)
+    data = poisoned(make_data(config), 1)
+    asking = signalled(data.train_loader(8), [signal.SIGUSR1], at=2)
+    with pytest.raises(LossError, match=r"^loss is nan at step 2 \(epoch 1\): nothing was saved"):
+        train(config, replace(data, train_loader=lambda side: asking))
+    assert not (tmp_path / "last.pt").exists()
+
+
 def test_the_last_scoring_is_drawn_and_told_by_class(tmp_path):
     pytest.importorskip("matplotlib")
     names = ("bottom", "left", "right", "top", "fifth", "sixth")

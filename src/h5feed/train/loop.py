@@ -67,7 +67,9 @@ def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
 
         batches = run.recorder.waiting(run.loaders.at(epoch))
         while step.count < end:
-            measure = is_due(config.debug.log_every, step.count + 1) or step.count + 1 == end
+            coming = step.count + 1
+            to_save = is_due(config.debug.save_every, coming) and coming < end
+            measure = is_due(config.debug.log_every, coming) or to_save or coming == end
             # Forward, backward, optimizer; waits for nothing.
             loss, score = step(batches, measure=measure)
             run.recorder.add(loss, score)
@@ -75,7 +77,7 @@ def run_epochs(run: Run, after_step: Callable[[], None]) -> None:
             if due := is_due(config.debug.log_every, step.count):
                 report(run, epoch)
             asked = run.signals.agree(now=due or step.count == end)
-            if asked or (is_due(config.debug.save_every, step.count) and step.count < end):
+            if asked or to_save:
                 save(run, epoch)
                 run.signals.obey()
         batches.close()
@@ -127,7 +129,10 @@ def score_epoch(run: Run, epoch: int) -> bool:
 
 def save(run: Run, epoch: int, *, best: bool = False, done: bool = False) -> None:
     """Save the run in or, where it is `done`, after `epoch`; NaN in loss or weights is an error."""
-    report(run, epoch)
+    if run.step.grad_norm is None:  # a signal came off the rhythm: the next reading has these steps
+        run.recorder.check_loss(run.step.count, epoch)
+    else:
+        report(run, epoch)
     broken = run.world.highest(not weights_are_finite(run.step.net))
     run.recorder.check_weights(not broken, run.step.count, epoch)
     progress = {

@@ -59,11 +59,16 @@ class Meter:
         self._loss = loss if self._loss is None else self._loss + loss
         self._score = score if self._score is None else self._score + score
 
+    def loss(self) -> float:
+        """Wait for the device; return the mean loss of all processes."""
+        assert self._loss is not None
+        mean = self._loss / (self.steps * self._world.size)
+        return float(self._world.add_up(mean))
+
     def read(self) -> tuple[float, float]:
         """Wait for the device; return mean loss and metric of all processes, and start anew."""
-        assert self._loss is not None
         assert self._score is not None
-        loss = self._world.add_up(self._loss / (self.steps * self._world.size)).item()
+        loss = self.loss()
         metric = self._task.value(self._world.add_up(self._score))
         self.steps, self._loss, self._score = 0, None, None
         return loss, metric
@@ -144,8 +149,7 @@ class Recorder:
         if not steps:
             return
         loss, metric = self._meter.read()
-        if not math.isfinite(loss):
-            raise LossError(self._what_broke(f"loss is {loss}", step, epoch))
+        self._check(loss, step, epoch)
         seconds = time.perf_counter() - self._read
         values = {
             "loss": loss,
@@ -191,6 +195,15 @@ class Recorder:
                 return False
         self.summary.best = metric
         return True
+
+    def check_loss(self, step: int, epoch: int) -> None:
+        """Raise LossError, as `report` does, and leave the steps to the next report."""
+        if self._meter.steps:
+            self._check(self._meter.loss(), step, epoch)
+
+    def _check(self, loss: float, step: int, epoch: int) -> None:
+        if not math.isfinite(loss):
+            raise LossError(self._what_broke(f"loss is {loss}", step, epoch))
 
     def check_weights(self, finite: bool, step: int, epoch: int) -> None:
         """Raise LossError unless the weights about to be saved are `finite`."""
