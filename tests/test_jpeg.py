@@ -124,6 +124,21 @@ def test_scans_are_counted_before_any_is_decoded():
     check_scans(one[:-2] + one[one.index(b"\xff\xda") :] * 200, read_header(one))
 
 
+@pytest.mark.parametrize(
+    ("size", "most"), [((5600, 5700), 100), ((8000, 8000), 50), ((13_000, 13_000), 19)]
+)
+def test_the_larger_an_image_the_fewer_scans_it_may_have(size, most):
+    data = bytearray(jpeg_bytes(smooth(8, 8), progressive=True))
+    at = read_header(bytes(data)).height_at
+    data[at : at + 4] = b"".join(side.to_bytes(2, "big") for side in size)
+    last = bytes(data[data.rindex(b"\xff\xda") : -2])
+    header = read_header(bytes(data))
+    check_scans(bytes(data[:-2]) + last * (most - 10), header)
+    text = f"it has more than {most} scans, which no encoder writes at {size[0]}x{size[1]}"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        check_scans(bytes(data[:-2]) + last * (most - 9), header)
+
+
 def by_pillow(data):
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 

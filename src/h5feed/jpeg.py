@@ -53,6 +53,10 @@ Every scan of a progressive file goes over all of the image, and may have next t
 file of thousands keeps a decoder busy for minutes. libjpeg-turbo's authors describe it ("Two Issues
 with the JPEG Standard", 2015) and leave the limit to applications; their own tests take 500.
 """
+_MOST_SCANNED = 18 * MAX_PIXELS
+"""Pixels that all scans of a larger file may go over: 1 to 4 s (0.4 to 1.2 ns a pixel and scan)."""
+_ORDINARY_SCANS = 18
+"""Scans of a file of any size: libjpeg's scripts have 18 for CMYK, 14 for RGB, 10 for YCbCr."""
 
 _SOI, _EOI, _SOS, _DRI, _APP1 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1
 _HUFFMAN = (0xC0, 0xC1)
@@ -142,9 +146,14 @@ def read_header(data: bytes) -> JpegHeader:
 
 
 def check_scans(data: bytes, header: JpegHeader) -> None:
-    """Raise ValueError for a file of more than MAX_SCANS scans, without decoding any."""
+    """Raise ValueError for a file of too many scans for its size, without decoding any.
+
+    MAX_SCANS of up to 32 megapixels, and fewer of larger ones, down to 18.
+    """
     if header.frame in _SEQUENTIAL and header.scan_components == header.components:
         return  # one scan, and decoders refuse another
+    pixels = max(1, header.height * header.width)
+    most = max(_ORDINARY_SCANS, min(MAX_SCANS, _MOST_SCANNED // pixels))
     at, scans = header.scan_start, 1
     while found := _NEXT_MARKER.search(data, at):
         marker, at = data[found.start() + 1], found.end()
@@ -152,8 +161,11 @@ def check_scans(data: bytes, header: JpegHeader) -> None:
             return
         if marker == _SOS:
             scans += 1
-            if scans > MAX_SCANS:
-                raise ValueError(f"it has more than {MAX_SCANS} scans, which no encoder writes")
+            if scans > most:
+                size = f"{header.height}x{header.width}"
+                raise ValueError(
+                    f"it has more than {most} scans, which no encoder writes at {size}"
+                )
         at += int.from_bytes(data[at : at + 2], "big")
 
 
@@ -237,8 +249,9 @@ def decode_jpeg(
     orientation aside. `header` is what `read_header` made of `data`, where that is known.
 
     A file that libjpeg-turbo warns about is left to Pillow, which forgives stray bytes; one
-    whose pixels end early is refused by both, and one of more than MAX_SCANS scans before it
-    is decoded. Raises ValueError with the reason, MemoryError where it is not the file's fault.
+    whose pixels end early is refused by both, and one of too many scans (`check_scans`)
+    before it is decoded. Raises ValueError with the reason, MemoryError where it is not the
+    file's fault.
 
     >>> data = encode_jpeg(np.full((40, 60, 3), 128, np.uint8), 90)
     >>> decode_jpeg(data).shape
