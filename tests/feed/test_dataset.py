@@ -320,7 +320,7 @@ def test_a_transform_meets_squeezed_images_only_where_that_was_said(tmp_path, im
     path = write_packed(tmp_path / "s.h5", images, source_shapes=sources)
     text = re.escape(
         f"transform would see squeezed images: {path} has fit=stretch, which stores item 3 of "
-        '375x500 as 32x32; give aspect="source" for images in true proportions, or '
+        '375x500 as 32x32; give aspect="source" for images in true proportions from ds[i], or '
         'aspect="stored" for the squeezed ones as they are'
     )
 
@@ -363,6 +363,25 @@ def test_the_first_squeezed_image_comes_with_a_warning_where_nobody_asked(tmp_pa
         with H5Loader(H5Dataset(path), 5, shuffle=True) as loader:
             list(loader)
         channel_stats(H5Dataset(path).pixels)
+
+
+def test_all_images_as_one_tensor_are_squeezed_only_where_that_was_said(tmp_path, images):
+    path = write_packed(tmp_path / "s.h5", images, source_shapes=[[60, 80]] * 10)
+    ds = H5Dataset(path)
+    text = "^" + re.escape(f"images gives squeezed images: {path} has fit=stretch, which stores")
+    with pytest.warns(UserWarning, match=text) as warned:
+        ds.images  # noqa: B018
+    assert warned[0].filename == __file__
+    for options in ({"aspect": "source"}, {"output": "pil"}):
+        text = "images, which is one tensor of one size, would be squeezed images: .* from ds.i., o"
+        with pytest.raises(UsageError, match=text):
+            H5Dataset(path, **options).images  # noqa: B018
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ds.images.shape == H5Dataset(path, aspect="stored").images.shape
+        ds[0]
+        true = write_packed(tmp_path / "a.h5", images)
+        assert H5Dataset(true).images.shape == H5Dataset(true, aspect="source").images.shape
 
 
 def test_images_within_a_pixel_of_their_proportions_are_not_squeezed(tmp_path, images):

@@ -38,7 +38,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     With `output="tensor"` the image is uint8 (C, H, W) in channels_last memory, and for
     `store=raw` a view of the file: no pixel is copied. Transforms and you may write into it all
     the same: whoever reads the item later gets the file's pixels. From the first write on, images
-    are copies, about 10 to 30 µs for 256² pixels. (Two views of one item that were both taken
+    are copies, about 7 to 30 µs for 256² pixels. (Two views of one item that were both taken
     before the first write are the same memory.) With `output="numpy"` the image is a read-only
     uint8 (H, W, C) view, with `output="pil"` a PIL image.
 
@@ -120,9 +120,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         at = self._plain(index)
         if self._warns:
-            self._warns = False
-            if squeezed := self._squeezed():  # for whoever transforms what comes from here
-                warnings.warn(f"ds[i] gives {squeezed}", stacklevel=2)
+            self._warn_squeezed("ds[i]")  # for whoever transforms what comes from here
         image = self._image(at)
         if self.transform is not None:
             image = self.transform(image)
@@ -170,8 +168,10 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """The whole field as one uint8 tensor (N, C, H, W), channels_last, without a copy.
 
         Each access gives memory of its own: what is written into one is in no other, in no item
-        and not in the file. Raises UsageError for anything but one raw file whose images have
-        one size, and where the system gives no memory that is copied on write.
+        and not in the file. Images that packing squeezed come as they are stored, with the
+        warning that `ds[i]` gives. Raises UsageError for anything but one raw file whose images
+        have one size, for squeezed ones with `aspect="source"`, and where the system gives no
+        memory that is copied on write.
         """
         spec = self.pixels.specs["images"]
         if spec.encoding != "raw" or not spec.is_fixed or len(self.pixels.paths) > 1:
@@ -179,6 +179,10 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
                 f"images is one tensor only for a single file with store=raw and images of one "
                 f"size; {self.pixels.name} has store={spec.encoding}, fit={spec.fit}; use ds[i]"
             )
+        if self._warns:
+            self._warn_squeezed("images")
+        elif self.aspect == "source" and (squeezed := self._squeezed()):
+            raise UsageError(f"images, which is one tensor of one size, would be {squeezed}")
         try:
             whole = self.pixels.writable_whole("images")
         except OSError as ex:
@@ -278,9 +282,15 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         return (
             f"squeezed images: {self.pixels.name} has fit=stretch, which stores item {at} of "
             f"{height}x{width} as {spec.height}x{spec.width}; give "
-            'aspect="source" for images in true proportions, or aspect="stored" for the '
+            'aspect="source" for images in true proportions from ds[i], or aspect="stored" for the '
             "squeezed ones as they are"
         )
+
+    def _warn_squeezed(self, what: str) -> None:
+        """Warn, once, where `what` gives squeezed images that nobody asked for."""
+        self._warns = False
+        if squeezed := self._squeezed():
+            warnings.warn(f"{what} gives {squeezed}", stacklevel=3)
 
     def _plain(self, index: int) -> int:
         """Return 0 ≤ index < N for an index that may count from the end."""
