@@ -7,7 +7,15 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from h5feed.store import Columns, images_spec, masks_spec, read_index, write_file
+from h5feed.store import (
+    Columns,
+    finalize,
+    head_bytes,
+    images_spec,
+    masks_spec,
+    read_index,
+    write_file,
+)
 from h5feed.store.layout import LIBVER, fingerprint
 
 
@@ -53,6 +61,26 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     shapes = {"images": kwargs.get("stored_shapes")}
     write_file(Path(path), fields, columns, payloads, {"made": "by a test"}, shapes=shapes)
     return Path(path)
+
+
+def write_sparse(path, count, side):
+    """A file of `count` black images whose pixels are a hole: as large as wanted, on no disk."""
+    spec = image_spec(size=(side, side))
+    partial = path.with_name("partial")
+    partial.touch()
+    os.truncate(partial, head_bytes([spec]) + count * spec.item_bytes)
+    key = b"a/b.png"
+    columns = Columns(
+        labels=np.zeros(count, np.int64),
+        classes=("a",),
+        key_bytes=np.frombuffer(key * count, np.uint8),
+        key_offsets=np.arange(count + 1) * len(key),
+        source_shapes=np.full((count, 2), side, np.int32),
+        crc32=np.zeros(count, np.uint32),
+    )
+    nothing = {"images": None}
+    finalize(partial, path, [spec], columns, {}, offsets=nothing, shapes=nothing, side={})
+    return path
 
 
 def random_images(count=10, size=(32, 32), seed=0):

@@ -96,19 +96,19 @@ def test_memory_is_the_machines_without_a_limit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "folder", "names", "cached"),
+    ("version", "folder", "names", "prefix"),
     [
-        (V2, "sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"),
+        (V2, "sys/fs/cgroup", ("memory.max", "memory.current"), ""),
         (
             V1,
             "sys/fs/cgroup/memory",
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            "total_inactive_file",
+            "total_",
         ),
     ],
 )
 def test_a_cgroups_memory_counts_less_what_it_could_give_up(
-    tmp_path, version, folder, names, cached
+    tmp_path, version, folder, names, prefix
 ):
     limit, used = names
     files = {
@@ -116,7 +116,9 @@ def test_a_cgroups_memory_counts_less_what_it_could_give_up(
         f"{folder}/{used}": "9000\n",
         f"{folder}/job/{limit}": "3000\n",
         f"{folder}/job/{used}": "2500\n",
-        f"{folder}/job/memory.stat": f"anon 1500\n{cached} 700\nother 1\n",
+        f"{folder}/job/memory.stat": (
+            f"anon 1500\n{prefix}inactive_file 500\n{prefix}active_file 200\nother 1\n"
+        ),
     }
     root = system(tmp_path, version, files, group="/job")
     assert available_memory(root) == 3000 - 2500 + 700

@@ -86,14 +86,17 @@ def _quotas(root: Path) -> Iterator[float]:
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) in bytes of each cgroup around this process that has a limit."""
     for group in _groups(root, "memory"):
-        for limit, used, cached in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for limit, used, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             words = _words(group / limit)[:1] + _words(group / used)[:1]
             if len(words) == 2 and all(word.isdigit() for word in words):
                 stat = _words(group / "memory.stat")
-                reclaimable = int(stat[stat.index(cached) + 1]) if cached in stat else 0
+                # Active ones too, as in MemAvailable: mapped packed files soon are.
+                names = {prefix + "inactive_file", prefix + "active_file"}
+                pairs = zip(stat[::2], stat[1::2], strict=False)
+                reclaimable = sum(int(value) for name, value in pairs if name in names)
                 yield int(words[0]), int(words[1]) - reclaimable
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from h5feed.cli import check, show
 from h5feed.store import read_index
-from packed import random_images, write_packed, write_provenance
+from packed import image_spec, random_images, write_packed, write_provenance
 
 
 @pytest.fixture
@@ -58,6 +58,21 @@ def test_check_names_what_cannot_be_read_and_why(packed, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "1 damaged of 5 items" in out
     assert "item 2: 0/ü2.png: cannot be read: Input/output error (errno 5)\n" in out
+
+
+def test_statistics_of_images_of_billions_of_pixels_are_refused(tmp_path, capsys):
+    path = write_packed(
+        tmp_path / "o.h5",
+        [b"never decoded"],
+        spec=image_spec("original", (0, 0)),
+        stored_shapes=np.int32([[65_500, 65_500]]),
+    )
+    assert show.main([str(path), "--stats"]) == 1
+    said = capsys.readouterr()
+    assert "is stored as 65500x65500, more than max_pixels=178956970" in said.err
+    assert len(said.err.splitlines()) == 1
+    assert show.main([str(path)]) == 0  # nothing is decoded
+    assert "store=original" in capsys.readouterr().out
 
 
 def test_names_cannot_write_on_the_terminal(tmp_path, capsys):

@@ -1,4 +1,5 @@
 import io
+import pickle
 import re
 
 import numpy as np
@@ -194,6 +195,8 @@ def test_an_image_of_more_pixels_than_max_pixels_is_refused_at_opening(tmp_path)
         H5Dataset([fixed, fixed], max_pixels=1023)
     with pytest.raises(H5FormatError, match="more than max_pixels=1023"):
         contact_sheet(fixed, max_pixels=1023)
+    trusted = pickle.loads(pickle.dumps(H5Dataset(path, max_pixels=200_000_000)))
+    assert len(trusted) == 3
     with pytest.raises(UsageError, match="max_pixels=0 must be a whole number of at least 1"):
         H5Dataset(fixed, max_pixels=0)
 

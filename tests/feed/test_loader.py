@@ -25,7 +25,7 @@ from h5feed.feed.image import JpegItems
 from h5feed.feed.random import Draws
 from images import smooth
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
-from packed import image_spec, random_images, write_packed
+from packed import random_images, write_packed, write_sparse
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 NORMALIZE = augment.Normalize(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.2))
@@ -672,18 +672,24 @@ def test_what_a_dataset_asks_for_is_done_or_refused(ds, output, aspect):
     )
 
 
-def test_batches_that_no_memory_holds_are_refused_in_a_sentence(tmp_path, monkeypatch):
-    shapes = np.full((2, 2), 8192, np.int32)
-    spec = image_spec("jpeg", (8192, 8192))
-    path = write_packed(tmp_path / "h.h5", [b"not read"] * 2, spec=spec, stored_shapes=shapes)
-    monkeypatch.setattr("h5feed.feed.memory.total_memory", lambda: 25 * 10**9)
+def test_batches_that_free_memory_does_not_hold_are_refused_in_a_sentence(tmp_path, monkeypatch):
+    path = write_sparse(tmp_path / "h.h5", 32, 8192)  # a small file on the disk, and honest
+    monkeypatch.setattr("h5feed.feed.memory.available_memory", lambda: 20 * 10**9)
     with pytest.raises(UsageError) as caught:
-        H5Loader(H5Dataset(path), 256, shuffle=True)
+        H5Loader(H5Dataset(path), 32, shuffle=True)
     assert str(caught.value) == (
-        "batch_size=256: 3 batches in memory, as prefetch has it, take 154.6 GB, and this machine "
-        "has 25.0 GB; give a smaller batch_size, or crop the images in augment"
+        "batch_size=32: 3 batches in memory, as prefetch has it, take 19.3 GB, and of the 20.0 GB "
+        "that are free here they may take 80%; give a smaller batch_size or prefetch, or crop the "
+        "images in augment"
     )
-    H5Loader(H5Dataset(path), 256, shuffle=True, augment=CROP).close()
+    H5Loader(H5Dataset(path), 26, shuffle=True).close()
+    H5Loader(H5Dataset(path), 256, shuffle=True, augment=CROP, drop_last=False).close()
+    monkeypatch.setattr("h5feed.feed.memory.available_memory", lambda: 0)
+    H5Loader(H5Dataset(path), 1, shuffle=True).close()  # what is free may be more in a moment
+    monkeypatch.setattr("h5feed.feed.memory.available_memory", lambda: None)
+    monkeypatch.setattr("h5feed.feed.memory.total_memory", lambda: 20 * 10**9)
+    with pytest.raises(UsageError, match=r"take 19\.3 GB"):
+        H5Loader(H5Dataset(path), 32, shuffle=True)
 
 
 @pytest.mark.parametrize("said", [5, 9])

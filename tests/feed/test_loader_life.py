@@ -24,12 +24,10 @@ from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.augment.cpu import crop_image
 from h5feed.feed.batch import Augmented
 from h5feed.jpeg import encode_jpeg, read_header
-from h5feed.store.layout import Columns
 from h5feed.store.read import FileReader
-from h5feed.store.write import finalize, head_bytes
 from images import jpeg_bytes, smooth
 from loaders import KINDS, by_index, loader_threads, wait_until, write_kind
-from packed import image_spec, write_packed
+from packed import image_spec, write_packed, write_sparse
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 
@@ -530,26 +528,6 @@ def test_a_pass_inherited_through_fork_is_an_error(ds):
             )
         os.waitpid(pid, 0)
         assert sum(1 for _ in passed) == 14
-
-
-def write_sparse(path, count, side):
-    """A file of `count` black images whose pixels are a hole: as large as wanted, on no disk."""
-    spec = image_spec(size=(side, side))
-    partial = path.with_name("partial")
-    partial.touch()
-    os.truncate(partial, head_bytes([spec]) + count * spec.item_bytes)
-    key = b"a/b.png"
-    columns = Columns(
-        labels=np.zeros(count, np.int64),
-        classes=("a",),
-        key_bytes=np.frombuffer(key * count, np.uint8),
-        key_offsets=np.arange(count + 1) * len(key),
-        source_shapes=np.full((count, 2), side, np.int32),
-        crc32=np.zeros(count, np.uint32),
-    )
-    nothing = {"images": None}
-    finalize(partial, path, [spec], columns, {}, offsets=nothing, shapes=nothing, side={})
-    return path
 
 
 def test_memory_does_not_grow_with_the_file_or_the_epochs(tmp_path):

@@ -16,6 +16,7 @@ from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.sheet import contact_sheet
 from h5feed.progress import Progress
+from h5feed.store import read_index
 from h5feed.text import counted, counted_labels, printable, printable_json, say
 
 __all__ = ["main"]
@@ -50,10 +51,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _show(command: _ShowOptions) -> None:
     _check(command)
-    pixels = PackedFiles([command.file]).reading()
-    facts = file_facts(pixels.indexes[0])
     if command.stats:
-        facts["channel_stats"] = asdict(_stats(pixels))
+        pixels = PackedFiles([command.file]).reading()
+        facts = file_facts(pixels.indexes[0]) | {"channel_stats": asdict(_stats(pixels))}
+    else:  # nothing is decoded, so images may be of any size
+        facts = file_facts(read_index(command.file))
     if command.sheet is not None:
         _write_sheet(command, command.sheet)
         facts["sheet"] = str(command.sheet)

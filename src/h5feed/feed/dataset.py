@@ -14,7 +14,6 @@ from h5feed.feed.files import FilePath, PackedFiles, expand_paths
 from h5feed.feed.image import (
     Aspect,
     Output,
-    check_max_pixels,
     first_squeezed,
     image_reader,
     in_dtype,
@@ -107,8 +106,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._warns = self._unasked
         self._target_dtype = target_dtype
         self.max_pixels = max_pixels
-        self.pixels = PackedFiles(expand_paths(path))
-        check_max_pixels(self.pixels, max_pixels)
+        self.pixels = PackedFiles(expand_paths(path), max_pixels=max_pixels)
         self._lists: dict[str, Any] = {}
         self.transform = transform
         self.target_transform = target_transform

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
+from h5feed.jpeg import MAX_PIXELS
 from h5feed.store import Extent, FieldSpec, FileIndex, MappedFile
 
 __all__ = [
@@ -48,12 +49,15 @@ class PackedFiles:
     Safe under fork and threads: after opening there is only memory to look at. It pickles as
     paths and fingerprints; unpickling opens the files again and raises H5FormatError where one
     has changed. Item indices here are plain: 0 ≤ index < len.
+
+    Raises H5FormatError where an image is stored at more than `max_pixels` pixels: what a file
+    says of its images decides how much memory is asked for, before anything is decoded.
     """
 
     mapped = True
     """Whether items are views of mapped files; else `item` reads them."""
 
-    def __init__(self, paths: Sequence[FilePath]) -> None:
+    def __init__(self, paths: Sequence[FilePath], *, max_pixels: int = MAX_PIXELS) -> None:
         self._mappings = [MappedFile(path) for path in paths]
         self.indexes: list[FileIndex] = [mapping.index for mapping in self._mappings]
         """All of each file but its pixels."""
@@ -80,12 +84,15 @@ class PackedFiles:
         self._readers = {
             name: [_reader(m, i.extents[name]) for m, i in self._files()] for name in self.specs
         }
+        self._max_pixels = max_pixels
+        self._check_max_pixels()
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.paths, [index.fingerprint for index in self.indexes])
+        fingerprints = [index.fingerprint for index in self.indexes]
+        return _reopen, (self.paths, fingerprints, self._max_pixels)
 
     def reading(self) -> PackedFiles:
         """Return the same items, of which `item` reads each from the disk into memory of its own.
@@ -220,6 +227,19 @@ class PackedFiles:
         more = len(self.paths) - 1
         return self.paths[0] + (f" and {more} more" if more else "")
 
+    def _check_max_pixels(self) -> None:
+        shapes = self.stored_shapes
+        sizes = shapes[:1] if self.specs["images"].is_fixed else shapes
+        areas = sizes.astype(np.int64).prod(axis=1)
+        at = int(areas.argmax())
+        if areas[at] > self._max_pixels:
+            height, width = sizes[at].tolist()
+            raise H5FormatError(
+                f"{self.place('images', at)} is stored as {height}x{width}, more than "
+                f"max_pixels={self._max_pixels}; give a higher max_pixels to H5Dataset if you "
+                "trust the file"
+            )
+
     def _files(self) -> list[tuple[MappedFile, FileIndex]]:
         return list(zip(self._mappings, self.indexes, strict=True))
 
@@ -289,9 +309,9 @@ def _join(arrays: Sequence[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _reopen(paths: list[str], fingerprints: list[str]) -> PackedFiles:
+def _reopen(paths: list[str], fingerprints: list[str], max_pixels: int) -> PackedFiles:
     """Open again what was pickled, and refuse a file that is not the same any more."""
-    pixels = PackedFiles(paths)
+    pixels = PackedFiles(paths, max_pixels=max_pixels)
     for index, wanted in zip(pixels.indexes, fingerprints, strict=True):
         if index.fingerprint != wanted:
             raise H5FormatError(

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from h5feed.augment.frame import Shapes
-from h5feed.errors import H5FormatError, UsageError
+from h5feed.errors import UsageError
 from h5feed.feed.files import BYTES_CHANGED, PackedFiles
 from h5feed.jpeg import (
     Box,
@@ -29,7 +29,6 @@ __all__ = [
     "Aspect",
     "JpegItems",
     "Output",
-    "check_max_pixels",
     "first_squeezed",
     "image_reader",
     "in_dtype",
@@ -105,20 +104,6 @@ def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, 
     short, long = max(1, int(min(size) * scale)), int(max(size) * scale)
     long = min(long, most // short)
     return (long, short) if size[0] > size[1] else (short, long)
-
-
-def check_max_pixels(pixels: PackedFiles, max_pixels: int) -> None:
-    """Raise H5FormatError where an image is stored at more than `max_pixels` pixels."""
-    shapes = pixels.stored_shapes
-    sizes = shapes[:1] if pixels.specs["images"].is_fixed else shapes
-    areas = sizes.astype(np.int64).prod(axis=1)
-    at = int(areas.argmax())
-    if areas[at] > max_pixels:
-        height, width = sizes[at].tolist()
-        raise H5FormatError(
-            f"{pixels.place('images', at)} is stored as {height}x{width}, more than "
-            f"max_pixels={max_pixels}; give a higher max_pixels to H5Dataset if you trust the file"
-        )
 
 
 def first_squeezed(pixels: PackedFiles) -> int | None:

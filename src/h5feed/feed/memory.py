@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from h5feed.errors import UsageError
-from h5feed.system import total_memory
+from h5feed.system import available_memory, total_memory
 
 __all__ = [
     "PageLocked",
@@ -28,6 +28,10 @@ __all__ = [
     "check_room",
 ]
 
+_SHARE = 0.8
+"""Of the memory that is free, what batches may take; a training step makes more of each."""
+_ALWAYS = 1 << 30
+"""Bytes that are not worth a refusal: what is free changes, and there may be swap."""
 _FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
@@ -146,17 +150,20 @@ class Ring:
 
 
 def check_room(rings: Sequence[Ring], batches: int) -> None:
-    """Raise UsageError where so many batches in memory are more than the machine has.
+    """Raise UsageError where so many batches in memory are more than what is free has room for.
 
     Sizes are what a file says, and memory is only taken as it is written: this ends in a sentence
-    what would end in a killed process.
+    what would end in a killed process, or in one that pushes all others out of memory.
     """
-    need, total = batches * sum(ring.batch_bytes for ring in rings), total_memory()
-    if total is not None and need > total:
+    need = batches * sum(ring.batch_bytes for ring in rings)
+    free = available_memory()
+    free = total_memory() if free is None else free
+    if free is not None and need > max(_SHARE * free, _ALWAYS):
         raise UsageError(
             f"batch_size={rings[0].batch_size}: {batches} batches in memory, as prefetch has it, "
-            f"take {need / 1e9:,.1f} GB, and this machine has {total / 1e9:,.1f} GB; give a "
-            "smaller batch_size, or crop the images in augment"
+            f"take {need / 1e9:,.1f} GB, and of the {free / 1e9:,.1f} GB that are free here they "
+            f"may take {_SHARE:.0%}; give a smaller batch_size or prefetch, or crop the images in "
+            "augment"
         )
 
 

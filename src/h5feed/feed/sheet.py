@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
-from h5feed.feed.image import check_max_pixels, image_reader
+from h5feed.feed.image import image_reader
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.text import printable
 
@@ -63,9 +63,7 @@ def contact_sheet(
     ):
         if given < least:
             raise UsageError(f"{name}={given} is too small: give {least} or more")
-    pixels = PackedFiles([path])
-    check_max_pixels(pixels, max_pixels)
-    pixels = pixels.reading()
+    pixels = PackedFiles([path], max_pixels=max_pixels).reading()
     cells = [_cell(pixels, index, height, width) for index in _choose(pixels, images)]
     rows = _rows(cells, width)
     step = height + _CAPTION + _MARGIN
