@@ -11,6 +11,7 @@ from torchvision.transforms.v2 import functional as F
 
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import JpegItems, source_size
 from h5feed.feed.sheet import contact_sheet
 from h5feed.jpeg import encode_jpeg, nv12_to_rgb, read_header, rgb_to_nv12
@@ -259,6 +260,25 @@ def test_no_wrong_bit_of_a_header_gives_a_image(tmp_path):
                 JpegItems(ds.pixels, "images").decode(1)  # which knows no header yet
         del ds.pixels.item
     assert all(torch.equal(ds[i][0], image) for i, image in enumerate(wanted))
+
+
+def test_a_header_is_known_though_another_thread_forgets_all(tmp_path):
+    class Forgetful(dict):
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self.clear()  # what another thread does where there are too many
+            return found
+
+    good = encode_jpeg(ramp(32, 32), 90)
+    path = write_packed(
+        tmp_path / "j.h5", [good], spec=image_spec("jpeg"), stored_shapes=np.int32([[32, 32]])
+    )
+    items = JpegItems(PackedFiles([path]), "images")
+    wanted = items.decode(0)
+    items._known = Forgetful(items._known)
+    items._length = 0  # that thread met a header of another length
+    assert np.array_equal(items.decode(0), wanted)
+    assert not items._known
 
 
 def crafted(tmp_path, data, store="jpeg", size=(32, 32)):

@@ -200,7 +200,7 @@ class JpegItems:
                 self._known.clear()
             self._known[start] = header
         self._length = len(start)
-        return self._known[start]
+        return header  # another thread may have cleared what is known
 
     def _check_size(self, index: int, found: tuple[int, int]) -> None:
         height, width = self._shapes[index].tolist()
