@@ -213,10 +213,10 @@ class MappedFile:
         with FileReader(path) as file, naming(Path(path)):
             self.index = file.index
             self.data: UInt8 = _map(file.fileno(), self.index.size)
+            """uint8 (size,): the whole file, read-only."""
         self._address = self.data.ctypes.data
         # Closed: a set may be thousands of files, and a process has a thousand descriptors.
         self._file = file
-        """uint8 (size,): the whole file, read-only."""
         self._copied: _CopyOnWrite | None = None
 
     def item(self, extent: Extent, index: int) -> UInt8:
