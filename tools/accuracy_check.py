@@ -127,7 +127,7 @@ def accuracy(
             optimizer="sgd", lr=0.4, lr_scaling="linear", lr_batch=512, weight_decay=5e-4
         ),
         schedule=ScheduleConfig(schedule="linear", warmup=0.2),
-        debug=DebugConfig(plot=False, tensorboard=False),
+        debug=DebugConfig(curves=False, tensorboard=False),
     )
     return train(config).val["accuracy"]
 

@@ -44,20 +44,20 @@ def losses(out):
 
 
 def test_a_run_says_what_it_reached(paths, tmp_path, capsys):
-    assert main(arguments(paths, tmp_path, "--no-plot", "--json")) == 0
+    assert main(arguments(paths, tmp_path, "--no-curves", "--json")) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
     assert result["steps"] == 8
     assert result["val"]["loss"] == losses(tmp_path)[-1][2]
     assert "epoch 2 of 2: train loss" in captured.err
-    assert main(arguments(paths, tmp_path, "--no-plot", "--overwrite")) == 0
+    assert main(arguments(paths, tmp_path, "--no-curves", "--overwrite")) == 0
     words = capsys.readouterr().out
     assert words.startswith(f"{tmp_path}: 8 steps, ")
     assert f"val accuracy {result['val']['accuracy']:.4f} (best {result['best']:.4f})" in words
 
 
 def test_a_runs_config_is_read_back_and_can_be_changed(paths, tmp_path):
-    assert main(arguments(paths, tmp_path / "a", "--no-plot", "--no-flip")) == 0
+    assert main(arguments(paths, tmp_path / "a", "--no-curves", "--no-flip")) == 0
     config = str(tmp_path / "a" / "config.json")
     again = ["--config", config, "--out", str(tmp_path / "b"), "--lr", "0.02", "--flip"]
     assert main(again) == 0
@@ -69,7 +69,7 @@ def test_a_runs_config_is_read_back_and_can_be_changed(paths, tmp_path):
 
 
 def test_a_config_read_back_neither_overwrites_nor_resumes_unasked(paths, tmp_path, capsys):
-    assert main(arguments(paths, tmp_path, "--no-plot", "--overwrite")) == 0
+    assert main(arguments(paths, tmp_path, "--no-curves", "--overwrite")) == 0
     config = str(tmp_path / "config.json")
     assert main(["--config", config]) == 2
     assert "holds a run already: go on with --resume" in capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_errors_are_one_sentence(paths, tmp_path, capsys, more, status, text):
     more = [paths.get(word, word) for word in more]
     if status == 1 and "--lr" in more:
         text = "nothing was saved yet. A smaller --lr"
-    assert main(arguments(paths, tmp_path, "--no-plot", *more)) == status
+    assert main(arguments(paths, tmp_path, "--no-curves", *more)) == status
     lines = capsys.readouterr().err.splitlines()
     assert text in lines[-1]
     assert not any("Traceback" in line for line in lines)
@@ -154,7 +154,7 @@ def test_what_the_command_line_refuses_exits_with_2(paths, tmp_path, capsys, mor
 def test_a_unet_on_masks(paths, tmp_path, capsys):
     command = [
         paths["scenes"], "--val", paths["scenes"], "--out", str(tmp_path), "--model", "unet",
-        "--batch-size", "16", "--epochs", "3", "--lr", "0.01", "--no-plot", "--device", "cpu",
+        "--batch-size", "16", "--epochs", "3", "--lr", "0.01", "--no-curves", "--device", "cpu",
     ]  # fmt: skip
     assert main(command) == 0
     found = [m["mean IoU"] for m in read_metrics(tmp_path / "metrics.jsonl") if m["kind"] == "val"]
@@ -173,7 +173,7 @@ def test_ctrl_c_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "save", interrupted)
-    assert main(arguments(paths, tmp_path, "--no-plot")) == 130
+    assert main(arguments(paths, tmp_path, "--no-curves")) == 130
     resume = f"--config {tmp_path / 'config.json'} --resume"
     assert capsys.readouterr().err.endswith(
         f"train-h5: interrupted; go on with train-h5 {resume}\n"
@@ -186,10 +186,10 @@ def test_ctrl_c_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
 def test_ctrl_c_before_the_first_step_advises_no_old_run(paths, tmp_path, capsys, monkeypatch):
     import h5feed.train.loop as loop
 
-    assert main(arguments(paths, tmp_path, "--no-plot")) == 0
+    assert main(arguments(paths, tmp_path, "--no-curves")) == 0
     monkeypatch.setattr(loop, "prepare", Mock(side_effect=KeyboardInterrupt))
     capsys.readouterr()
-    assert main(arguments(paths, tmp_path, "--no-plot", "--overwrite")) == 130
+    assert main(arguments(paths, tmp_path, "--no-curves", "--overwrite")) == 130
     assert capsys.readouterr().err == "train-h5: interrupted\n"
     assert main(["--config", str(tmp_path / "config.json"), "--resume"]) == 130
     assert capsys.readouterr().err.endswith("/config.json --resume\n")
@@ -198,7 +198,7 @@ def test_ctrl_c_before_the_first_step_advises_no_old_run(paths, tmp_path, capsys
 def test_sigterm_saves_and_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
     import h5feed.train.loop as loop
 
-    assert main(arguments(paths, tmp_path / "whole", "--no-plot", "--log-every", "3")) == 0
+    assert main(arguments(paths, tmp_path / "whole", "--no-curves", "--log-every", "3")) == 0
     plain, sent = loop.report, []
 
     def terminated(run, epoch):
@@ -207,7 +207,7 @@ def test_sigterm_saves_and_says_how_to_go_on(paths, tmp_path, capsys, monkeypatc
             sent.append(os.kill(os.getpid(), signal.SIGTERM))
 
     monkeypatch.setattr(loop, "report", terminated)
-    assert main(arguments(paths, tmp_path / "cut", "--no-plot", "--log-every", "3")) == 143
+    assert main(arguments(paths, tmp_path / "cut", "--no-curves", "--log-every", "3")) == 143
     resume = f"--config {tmp_path / 'cut' / 'config.json'} --resume"
     said = f"train-h5: terminated and saved; go on with train-h5 {resume}\n"
     assert capsys.readouterr().err.endswith(said)
@@ -218,7 +218,7 @@ def test_sigterm_saves_and_says_how_to_go_on(paths, tmp_path, capsys, monkeypatc
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_losses(paths, tmp_path):
-    more = ["--epochs", "6", "--save-every", "3", "--log-every", "1", "--no-plot"]
+    more = ["--epochs", "6", "--save-every", "3", "--log-every", "1", "--no-curves"]
     assert main(arguments(paths, tmp_path / "whole", *more)) == 0
     command = [sys.executable, "-m", "h5feed.cli.train", *arguments(paths, tmp_path / "cut", *more)]
     metrics = tmp_path / "cut" / "metrics.jsonl"
@@ -236,9 +236,9 @@ def test_killed_at_any_moment_it_resumes_to_the_same_losses(paths, tmp_path):
 
 def test_dali_makes_the_same_batches(paths, tmp_path):
     pytest.importorskip("nvidia.dali")
-    flags = ["--no-plot", "--loader", "dali"]
+    flags = ["--no-curves", "--loader", "dali"]
     assert main(arguments(paths, tmp_path / "a", *flags)) == 0
-    assert main(arguments(paths, tmp_path / "b", "--no-plot", "--loader", "h5loader")) == 0
+    assert main(arguments(paths, tmp_path / "b", "--no-curves", "--loader", "h5loader")) == 0
     dali, own = losses(tmp_path / "a"), losses(tmp_path / "b")
     for made, expected in zip(dali, own, strict=True):
         assert made[:2] == expected[:2]

@@ -25,7 +25,7 @@ def packed(tmp_path_factory):
 
 def test_find_lr_prints_json_and_draws(packed, tmp_path, capsys):
     picture = tmp_path / "lr.png"
-    args = ["find-lr", packed, *SMALL, "--steps", "12", "--json", "--draw", str(picture)]
+    args = ["find-lr", packed, *SMALL, "--steps", "12", "--json", "--plot", str(picture)]
     assert main(args) == 0
     curve = json.loads(capsys.readouterr().out)
     assert len(curve["rates"]) == len(curve["losses"]) <= 12
@@ -94,12 +94,12 @@ def test_a_drawing_that_cannot_be_written_is_refused_before_any_work(
 ):
     for work in ("find_lr.open_trial", "find_batch.open_trial", "ablate.ablate"):
         monkeypatch.setattr(f"h5feed.cli.{work}", lambda *_: pytest.fail("work was begun"))
-    said = f"train-h5 {tool}: --draw {tmp_path / 'a.gif'} does not end in .png or .svg or .pdf"
-    assert main([tool, packed, *SMALL, "--draw", str(tmp_path / "a.gif")]) == 2
+    said = f"train-h5 {tool}: --plot {tmp_path / 'a.gif'} does not end in .png or .svg or .pdf"
+    assert main([tool, packed, *SMALL, "--plot", str(tmp_path / "a.gif")]) == 2
     assert capsys.readouterr().err == f"{said}: give a name that does\n"
     same = tmp_path / "a.png"
     same.hardlink_to(packed)
-    assert main([tool, packed, *SMALL, "--draw", str(same)]) == 2
+    assert main([tool, packed, *SMALL, "--plot", str(same)]) == 2
     assert "a.png is a file that is read here" in capsys.readouterr().err
 
 
@@ -128,7 +128,7 @@ def test_ablate_hands_its_options_on_and_says_what_was_found(packed, tmp_path, c
     assert "a title" in capsys.readouterr().out
     assert main([*args, "--markdown", "--images", str(tmp_path)]) == 0
     assert "| the plain loop | 100 |" in capsys.readouterr().out
-    assert main([*args, "--json", "--draw", str(tmp_path / "a.png")]) == 0
+    assert main([*args, "--json", "--plot", str(tmp_path / "a.png")]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["images_per_second"] == 100.0
     assert (tmp_path / "a.png").exists()
     config, options = seen[1]

@@ -42,7 +42,7 @@ def make_config(out: Path, **options) -> TrainConfig:
         "model": f"{__name__}:tiny",
         "log_every": 1,
         "lr": 0.01,
-        "plot": False,
+        "curves": False,
         "tensorboard": False,
         **options,
     }

@@ -169,7 +169,7 @@ def test_without_wandb_one_sentence_comes_before_the_first_step(tmp_path, monkey
 @pytest.mark.parametrize("val", [True, False])
 def test_curves_are_drawn_after_the_run(tmp_path, val):
     pytest.importorskip("matplotlib")
-    config = make_config(tmp_path, plot=True)
+    config = make_config(tmp_path, curves=True)
     data = make_data(config) if val else make_data(config, val_loader=None)
     train(config, data)
     head = (tmp_path / "curves.png").read_bytes()[:24]
@@ -186,7 +186,7 @@ def test_the_curves_show_what_was_logged(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "plot", lambda self, x, y, **kw: drawn.append((x, y)) or plain(self, x, y, **kw)
     )
-    config = make_config(tmp_path, plot=False)
+    config = make_config(tmp_path, curves=False)
     train(config, make_data(config))
     assert drawn == []
     draw_curves(tmp_path, "accuracy")
@@ -224,7 +224,7 @@ def test_a_long_run_is_drawn_with_some_hundred_points():
 
 def test_without_matplotlib_the_finished_run_says_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    config = make_config(tmp_path, epochs=1, plot=True)
+    config = make_config(tmp_path, epochs=1, curves=True)
     assert train(config, make_data(config)).steps == 4
     assert "no curves.png: matplotlib is not installed" in capsys.readouterr().err
 

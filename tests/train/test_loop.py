@@ -234,7 +234,7 @@ def test_sigusr1_saves_and_goes_on(tmp_path):
 
 def test_sigusr1_is_ignored_before_the_first_step_and_after_the_last(tmp_path, monkeypatch):
     """Its default action would end the process; processes started then inherit that it is not."""
-    config, found = make_config(tmp_path, plot=True), []
+    config, found = make_config(tmp_path, curves=True), []
     data = make_data(config)
 
     def look(*_):
@@ -806,7 +806,7 @@ def test_a_save_off_the_rhythm_saves_no_broken_loss(tmp_path, save):
 def test_the_last_scoring_is_drawn_and_told_by_class(tmp_path):
     pytest.importorskip("matplotlib")
     names = ("bottom", "left", "right", "top", "fifth", "sixth")
-    config = make_config(tmp_path, epochs=1, plot=True)
+    config = make_config(tmp_path, epochs=1, curves=True)
     data = make_data(config, num_outputs=6, classes=names)
     summary = train(config, data)
     assert set(summary.val) == {"loss", "accuracy", "top5"}
@@ -816,7 +816,7 @@ def test_the_last_scoring_is_drawn_and_told_by_class(tmp_path):
     assert sum(int(line.split(",")[1]) for line in lines[1:]) == 64
     assert (tmp_path / "confusion.png").stat().st_size > 10_000
     assert not (tmp_path / "predictions.png").exists()
-    run(tmp_path, overwrite=True, epochs=1)  # plot=False: nothing of the old run stays
+    run(tmp_path, overwrite=True, epochs=1)  # curves=False: nothing of the old run stays
     assert not (tmp_path / "confusion.png").exists()
 
 

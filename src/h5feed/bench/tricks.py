@@ -209,7 +209,7 @@ def plain(config: TrainConfig, images: Path | None) -> TrainConfig:
             cudnn_benchmark=False,
             accumulate=1,
         ),
-        debug=replace(config.debug, log_every=1, tensorboard=False, plot=False),
+        debug=replace(config.debug, log_every=1, tensorboard=False, curves=False),
     )
 
 

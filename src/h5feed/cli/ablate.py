@@ -27,7 +27,7 @@ class _Command(RunOptions):
     """
 
     ablate: AblateOptions = field(default_factory=AblateOptions)
-    draw: Path | None = None
+    plot: Path | None = None
     """Write the result as a picture (PNG, SVG or PDF)."""
     markdown: bool = False
     """Print a Markdown table."""
@@ -42,16 +42,16 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _ablate(command: _Command) -> None:
     refuse_two_forms(json=command.json, markdown=command.markdown)
-    if command.draw is not None:
-        check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
+    if command.plot is not None:
+        check_plot("--plot", command.plot, reads=(command.run.train, command.run.val))
         require("matplotlib", "bench")
     with StatusLine() as tell:
         try:
             ablation = ablate(command.run, command.ablate, tell)
         except SubjectError as ex:
             raise H5FeedError(str(ex), details=ex.trace.strip()) from None
-    if command.draw is not None:
-        save_plot(ablation, command.draw)
+    if command.plot is not None:
+        save_plot(ablation, command.plot)
     if command.json:
         say(printable_json(as_dict(ablation), indent=1))
     else:

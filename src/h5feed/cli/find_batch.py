@@ -27,7 +27,7 @@ class _Command(RunOptions):
     """Try batch sizes until memory is full, and time each. Nothing is kept of it."""
 
     test: BatchRange = field(default_factory=BatchRange)
-    draw: Path | None = None
+    plot: Path | None = None
     """Draw speed and memory over the size (PNG, SVG or PDF)."""
     json: bool = False
     """Print all sizes as JSON."""
@@ -39,8 +39,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _find(command: _Command) -> None:
-    if command.draw is not None:
-        check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
+    if command.plot is not None:
+        check_plot("--plot", command.plot, reads=(command.run.train, command.run.val))
         require("matplotlib", "train")
     whole = replace(command.run, speed=replace(command.run.speed, accumulate=1))
     with open_trial(whole) as trial, StatusLine() as show:
@@ -53,9 +53,9 @@ def _find(command: _Command) -> None:
 
         test = _bounded(command.test, trial.data.count)
         sizes = find_batch(trial.step, partial(_batch, trial), trial.world, test, tell, trying)
-    if command.draw is not None:
+    if command.plot is not None:
         what = f"{trained_in_words(command.run)}; the median of {test.steps} steps of each size."
-        draw_batch_sizes(sizes, command.draw, what)
+        draw_batch_sizes(sizes, command.plot, what)
     say(json.dumps(_as_dict(sizes)) if command.json else _in_words(sizes, test, command.run))
 
 

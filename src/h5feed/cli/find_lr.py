@@ -23,7 +23,7 @@ class _Command(RunOptions):
     """Train for a moment at rising learning rates, and suggest one. Nothing is kept of it."""
 
     test: LrRange = field(default_factory=LrRange)
-    draw: Path | None = None
+    plot: Path | None = None
     """Draw the loss over the rate (PNG, SVG or PDF)."""
     json: bool = False
     """Print the curve as JSON."""
@@ -35,8 +35,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _find(command: _Command) -> None:
-    if command.draw is not None:
-        check_plot("--draw", command.draw, reads=(command.run.train, command.run.val))
+    if command.plot is not None:
+        check_plot("--plot", command.plot, reads=(command.run.train, command.run.val))
         require("matplotlib", "train")
     steps = command.test.steps
     with open_trial(command.run) as trial, Progress(steps, "find-lr", unit="step") as progress:
@@ -47,10 +47,10 @@ def _find(command: _Command) -> None:
 
         loader = trial.data.train_loader(trial.data.size)
         curve = find_lr(trial.step, loader, trial.world, command.test, tell)
-    if command.draw is not None:
+    if command.plot is not None:
         run = command.run
         what = f"{trained_in_words(run)}, batches of {run.batch_size}, seed {run.seed}."
-        draw_lr_curve(curve, command.draw, what)
+        draw_lr_curve(curve, command.plot, what)
     say(json.dumps(asdict(curve)) if command.json else _in_words(curve))
 
 

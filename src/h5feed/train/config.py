@@ -334,8 +334,8 @@ class DebugConfig:
     wandb: str = ""
     """Project of Weights & Biases to log to as well (extra wandb; WANDB_MODE=offline keeps it on
     this machine). A resumed run goes on as the same run there."""
-    plot: bool = True
-    """Draw curves.png at the end, when matplotlib is installed."""
+    curves: bool = True
+    """Draw curves.png, and what the last scoring found, at the end if matplotlib is installed."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "log_every")

@@ -48,7 +48,7 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
                 check_gradients(run.step.net, run.step.task, next(iter(batches)))
             with run.recorder, run.signals:
                 run_epochs(run, after_step)
-        if world.is_main and config.debug.plot:
+        if world.is_main and config.debug.curves:
             try:
                 draw_curves(config.out, run.recorder.summary.metric)
                 if (scored := run.recorder.last_scored) is not None:
