@@ -325,6 +325,16 @@ def test_an_encoded_item_of_no_bytes(tmp_path):
     assert "/images/offsets has an item of no bytes" in refusal(path)
 
 
+def test_an_encoded_item_longer_than_its_pixels_can_be(tmp_path):
+    shapes = np.full((2, 2), 32, np.int32)
+    items = [b"x", bytes(8 * 32 * 32 + (1 << 16))]
+    path = write_packed(tmp_path / "x.h5", items, spec=image_spec("jpeg"), stored_shapes=shapes)
+    read_index(path)
+    items[0] = items[1] + b"x"
+    path = write_packed(tmp_path / "y.h5", items, spec=image_spec("jpeg"), stored_shapes=shapes)
+    assert "/images/offsets has an item longer than its pixels" in refusal(path)
+
+
 def test_a_source_longer_than_any(tmp_path):
     shapes = np.int32([[1, 2**31 - 1]] * 2)
     path = write_packed(tmp_path / "x.h5", random_images(2), source_shapes=shapes)

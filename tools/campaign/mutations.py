@@ -52,6 +52,7 @@ TEXTS = (
     "x" * 300,
     "\x1b[2J\u202e\n",
 )
+_MOST_BYTES = 1 << 24  # sparse files of other mutations are not read whole
 PROVENANCES = (
     "", "1", "null", "[]", '"x"', "{", "NaN", "[" * 1000 + "]" * 1000, '{"a":' * 100_000,
     '{"options": 3}', '{"options": {"a": "\\u001b[31m\\u202e"}}', '{"skipped": 5}',
@@ -113,7 +114,7 @@ def forged(case: Case) -> None:
                 forge(case, path)
         except (OSError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as ex:
             case.note(f"h5py cannot: {ex}")  # of two, the first may have made it unreadable
-    if case.random.random() < 0.9 and path.is_file() and path.stat().st_size < 1 << 24:
+    if case.random.random() < 0.9 and path.is_file() and path.stat().st_size < _MOST_BYTES:
         mend_fingerprint(path, known)
     limit_memory(MEMORY)
     use(case, path, doors=3)
@@ -338,15 +339,17 @@ def _item_bytes(case: Case, path: Path) -> None:
     extent = index.extents["images"]
     item = case.random.randrange(len(index))
     start, length = extent.item_range(item)
-    data = bytearray(path.read_bytes())
-    old = bytes(data[start : start + length])
-    new = bytearray(
-        _strange_jpeg(case, old) if extent.spec.is_encoded else case.random.randbytes(length)
-    )
-    data[start : start + length] = new[:length].ljust(length, b"\0")
-    path.write_bytes(data)
+    if length > _MOST_BYTES:  # another mutation has made a sparse item of it
+        return
+    with path.open("r+b") as file:
+        file.seek(start)
+        old = file.read(length)
+        new = _strange_jpeg(case, old) if extent.spec.is_encoded else case.random.randbytes(length)
+        new = bytes(new[:length]).ljust(length, b"\0")
+        file.seek(start)
+        file.write(new)
     with h5py.File(path, "r+") as file:
-        file["crc32"][item] = zlib.crc32(data[start : start + length])
+        file["crc32"][item] = zlib.crc32(new)
 
 
 def _strange_jpeg(case: Case, old: bytes) -> bytes:

@@ -41,6 +41,7 @@ __all__ = ["Gate", "validated_index"]
 _MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
 _SPEC_NUMBERS = ("height", "width", "channels")
+_JPEG_HEADER = 1 << 16  # bytes that no item's headers reach; noise at quality 100 takes 4 a pixel
 _DEPTH = 16  # of provenance: packing nests it three deep
 
 
@@ -344,6 +345,8 @@ def _check_sizes(gate: Gate, extents: dict[str, Extent]) -> None:
         if spec.is_encoded:
             if sizes.min() < 1:
                 raise gate.refuse(f"/{name}/offsets has an item of no bytes")
+            if spec.encoding == "jpeg" and (sizes > _JPEG_HEADER + 8 * height * width).any():
+                raise gate.refuse(f"/{name}/offsets has an item longer than its pixels")
         elif not np.array_equal(sizes, spec.pixel_bytes(height, width)):
             raise gate.refuse(f"/{name}/offsets does not agree with its shapes")
 
