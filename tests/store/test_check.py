@@ -20,6 +20,12 @@ def flip(path, at, bit=0):
     path.write_bytes(data)
 
 
+def test_one_block_of_items_is_checked_without_a_thread(tmp_path, monkeypatch):
+    path = write_packed(tmp_path / "x.h5", random_images(3))
+    monkeypatch.setattr("threading.Thread.start", None)  # whatever began one would fail
+    assert check_file(path).is_sound
+
+
 def test_a_good_file_is_sound(packed):
     report = check_file(packed)
     assert report.is_sound

@@ -122,8 +122,9 @@ def _descriptors(case: Case, size: int) -> Callable[[], None]:
 
 
 def _memory(case: Case, size: int) -> Callable[[], None]:
-    more = case.random.choice([case.random.randint(0, 64), case.random.randint(0, 700)]) << 20
-    case.note(f"{more} bytes more of memory than there are")
+    # At least 16 MB: Python waits for ever for a thread whose first allocation fails.
+    more = case.random.choice([case.random.randint(16, 64), case.random.randint(16, 700)]) << 20
+    case.note(f"{more} more bytes of memory than are taken")
     return lambda: limit_memory(more)
 
 

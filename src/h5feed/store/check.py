@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from h5feed.errors import H5FormatError
 from h5feed.store.read import FileReader
@@ -80,10 +81,10 @@ def _damaged(
 ) -> Iterator[DamagedItem]:
     count = len(file.index)
     starts = range(0, count, _BLOCK)
+    check = partial(_check_block, file)
     with ThreadPoolExecutor(available_cores()) as pool:
-        for start, found in zip(
-            starts, pool.map(lambda at: _check_block(file, at), starts), strict=True
-        ):
+        checked = pool.map(check, starts) if len(starts) > 1 else map(check, starts)
+        for start, found in zip(starts, checked, strict=True):
             yield from found
             if progress is not None:
                 progress(min(start + _BLOCK, count), count)
