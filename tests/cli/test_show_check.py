@@ -44,7 +44,8 @@ def test_check_lists_the_damaged_and_exits_1(packed, capsys):
     assert report["damaged"][0] == {"index": 1, "key": "1/ü1.png", "error": None}
 
 
-def test_check_names_what_cannot_be_read_and_why(packed, capsys, monkeypatch):
+def fail_item_2(packed, monkeypatch):
+    """Let the disk fail where item 2 begins."""
     start, _ = read_index(packed).extents["images"].item_range(2)
     pread = os.pread
 
@@ -54,6 +55,10 @@ def test_check_names_what_cannot_be_read_and_why(packed, capsys, monkeypatch):
         return pread(fd, length, at)
 
     monkeypatch.setattr("os.pread", failing)
+
+
+def test_check_names_what_cannot_be_read_and_why(packed, capsys, monkeypatch):
+    fail_item_2(packed, monkeypatch)
     assert check.main([str(packed)]) == 1
     out = capsys.readouterr().out
     assert "1 damaged of 5 items" in out
@@ -151,15 +156,7 @@ def test_a_class_of_a_very_long_name_does_not_fill_the_screen(tmp_path, capsys):
 
 
 def test_show_names_what_cannot_be_read_and_why(packed, tmp_path, capsys, monkeypatch):
-    start, _ = read_index(packed).extents["images"].item_range(2)
-    pread = os.pread
-
-    def failing(fd, length, at):
-        if at == start:
-            raise OSError(5, "Input/output error")
-        return pread(fd, length, at)
-
-    monkeypatch.setattr("os.pread", failing)
+    fail_item_2(packed, monkeypatch)
     assert show.main([str(packed)]) == 0
     capsys.readouterr()
     for args in (["--stats"], ["--sheet", str(tmp_path / "s.png")]):

@@ -1,7 +1,10 @@
 """A learnable set in memory, so that the trainer is tested without any file."""
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,3 +138,23 @@ def tiny(num_outputs: int) -> torch.nn.Module:
         torch.nn.Flatten(),
         torch.nn.Linear(128, num_outputs),
     )
+
+
+def error_on_full_disk(most: int, work: Callable[[], Any]) -> str:
+    """What `work` raises in a process whose files may have no more than `most` bytes, or ""."""
+    import resource
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        try:
+            work()
+        except BaseException as ex:
+            os.write(writer, f"{type(ex).__name__}: {ex}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        return file.read().decode()

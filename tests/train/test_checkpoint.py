@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from h5feed.errors import H5FeedError, UsageError
+from h5feed.errors import UsageError
 from h5feed.train.checkpoint import (
     RandomState,
     capture,
@@ -17,6 +17,7 @@ from h5feed.train.checkpoint import (
     save_checkpoint,
 )
 from h5feed.train.distributed import World
+from train.helpers import error_on_full_disk
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -107,27 +108,13 @@ def test_a_flipped_byte_is_found(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_full_disk_is_one_sentence_and_leaves_the_previous_checkpoint(tmp_path):
     """As far as a process is concerned: its files may have no more bytes than that."""
-    import resource
-
     path = tmp_path / "last.pt"
     save_checkpoint(path, {"progress": {"step": 1}})
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-        try:
-            save_checkpoint(path, {"progress": {"step": 2}, "big": torch.ones(100_000)})
-        except H5FeedError as ex:
-            os.write(writer, str(ex).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with open(reader, "rb") as file:
-        assert file.read().decode() == (
-            f"{path} could not be saved: File too large. What was saved before is whole: make "
-            "room, and go on with --resume"
-        )
+    larger = {"progress": {"step": 2}, "big": torch.ones(100_000)}
+    assert error_on_full_disk(50_000, lambda: save_checkpoint(path, larger)) == (
+        f"H5FeedError: {path} could not be saved: File too large. What was saved before is whole: "
+        "make room, and go on with --resume"
+    )
     assert load_checkpoint(path)["progress"] == {"step": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.pt"]
 

@@ -9,7 +9,7 @@ import torch
 from h5feed.cli.train import main
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train import export, load_trained, train
-from train.helpers import make_config, make_data, make_pictures
+from train.helpers import error_on_full_disk, make_config, make_data, make_pictures
 
 torch.set_num_threads(1)
 
@@ -138,23 +138,9 @@ def test_what_cannot_be_exported_is_one_sentence(trained, tmp_path, monkeypatch,
 @pytest.mark.parametrize("name", ["w.pt", "m.pt2"])
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(trained, tmp_path, name):
     """As far as a process is concerned: its files may have no more bytes than that."""
-    import resource
-
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        try:
-            export(trained, tmp_path / name)
-        except BaseException as ex:
-            os.write(writer, str(ex).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with open(reader, "rb") as file:
-        assert file.read().decode() == (
-            f"--to {tmp_path / name} could not be written: File too large. Make room, or name "
-            "another file"
-        )
+    path = tmp_path / name
+    assert error_on_full_disk(1000, lambda: export(trained, path)) == (
+        f"H5FeedError: --to {path} could not be written: File too large. Make room, or name "
+        "another file"
+    )
     assert list(tmp_path.iterdir()) == []
