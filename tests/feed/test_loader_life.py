@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import LifoQueue
 
 import cv2
 import numpy as np
@@ -330,6 +331,15 @@ def test_skip_covers_what_an_augmentation_cannot_take(tmp_path, encoding, monkey
     alone = H5Loader(ds, 1, indices=[3], on_error="skip", **options)
     with alone, pytest.raises(DamagedItemError, match="no whole item in this batch of 1 to stand"):
         list(alone)
+
+
+def test_of_several_damaged_items_the_first_is_named(tmp_path, monkeypatch):
+    """Also when the chunk with the last one is made first."""
+    monkeypatch.setattr("h5feed.feed.workers.SimpleQueue", LifoQueue)
+    ds = H5Dataset(write_damaged(tmp_path / "a.h5", damaged=[1, 6]))
+    damaged_first = pytest.raises(DamagedItemError, match="item 1 ")
+    with H5Loader(ds, 8, augment=CROP, num_workers=1) as loader, damaged_first:
+        next(iter(loader))
 
 
 def test_skip_needs_one_whole_sample(tmp_path):

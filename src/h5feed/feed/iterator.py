@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -233,6 +234,8 @@ class BatchTask:
         self._epoch = epoch
         self._lock = threading.Lock()
         self._chunks = 0
+        self._failed_at = sys.maxsize
+        """The first row of the earliest chunk that failed: `error` is its error."""
         self._damage: dict[int, tuple[Field, DamagedItemError]] = {}
         self._params: Params | None = None
         self._slots: Sequence[Sequence[Slot]] = ()
@@ -268,12 +271,14 @@ class BatchTask:
 
     def _chunk(self, begin: int, end: int) -> None:
         """Fill rows begin to end; the last one to finish delivers (a job)."""
-        if not self._epoch.cancelled and self.error is None:
+        if not self._epoch.cancelled and begin < self._failed_at:
             try:
                 for field, slots in zip(self._epoch.builder.fields, self._slots, strict=True):
                     self._fill(field, slots, begin, end)
             except BaseException as ex:
-                self.error = ex
+                with self._lock:  # of several errors the first row's is told, in every run
+                    if begin < self._failed_at:
+                        self.error, self._failed_at = ex, begin
         with self._lock:
             self._chunks -= 1
             last = self._chunks == 0

@@ -45,6 +45,9 @@ Result = TypeVar("Result")
 _PATIENCE = 10.0
 """Seconds for the other processes to end after one was interrupted."""
 
+_GLOO_REST = 0.2
+"""Seconds in which gloo's threads let go of their last work."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -257,6 +260,11 @@ def _process_group(device: torch.device) -> Iterator[None]:
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     try:
         yield
+        if device.type == "cpu":
+            dist.barrier()
+            # gloo's threads drop what they reduced last only now, and need Python's lock for it:
+            # one that still waits for it when the interpreter ends would abort the process.
+            time.sleep(_GLOO_REST)
     finally:
         dist.destroy_process_group()
 
@@ -283,10 +291,9 @@ def start(function: Callable[[Any], Result], config: Any, processes: int) -> Res
         with _passed_on(started.processes):
             while not started.join():
                 pass
-    except ProcessExitedException:
-        if results.empty():
-            raise
-        raise results.get() from None
+    except ProcessExitedException as ex:
+        said = None if results.empty() else results.get()
+        raise said if isinstance(said, BaseException) else ex from None
     except BaseException:  # a signal to this process alone must not leave the others training
         _end(started.processes)
         raise
