@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from h5feed.plotting import Bar, draw_bars, picture
+from h5feed.plotting import Bar, draw_bars, saved_figure
 
 
 @pytest.fixture
@@ -65,13 +65,14 @@ def test_groups_have_headings_and_room_between_them(axes):
     assert second - first > 1.5
 
 
-def test_a_picture_is_written_in_one_style_and_leaves_no_state(tmp_path):
+def test_a_plot_is_written_in_one_style_and_leaves_no_state(tmp_path):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
     for ending in ("png", "svg"):
         path = tmp_path / f"a.{ending}"
-        with picture(path, extra="bench", title="t " * 99, caption="c", columns=2) as (_, panels):
+        how = {"extra": "bench", "title": "t " * 99, "caption": "c", "columns": 2}
+        with saved_figure(path, **how) as (_, panels):
             for axes in panels:
                 axes.plot([1, 2])
         assert path.stat().st_size > 5000
@@ -82,6 +83,6 @@ def test_a_picture_is_written_in_one_style_and_leaves_no_state(tmp_path):
 
 def test_nothing_is_written_when_drawing_fails(tmp_path):
     path = Path(tmp_path, "a.png")
-    with pytest.raises(ValueError, match="no"), picture(path, extra="bench"):
+    with pytest.raises(ValueError, match="no"), saved_figure(path, extra="bench"):
         raise ValueError("no")
     assert not path.exists()

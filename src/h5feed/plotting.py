@@ -1,4 +1,4 @@
-"""How every picture of h5feed looks: one size of type, one set of colors, bars of one kind.
+"""How every plot of h5feed looks: one size of type, one set of colors, bars of one kind.
 
 Pictures stay readable at half their size, tell colors apart for color-blind readers (the palette
 of Okabe and Ito, https://jfly.uni-koeln.de/color), and name their units. Nothing here uses pyplot:
@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from h5feed.optional import require
 
-__all__ = ["COLORS", "FAINT", "INK", "OTHERS", "OURS", "PALE", "Bar", "draw_bars", "picture"]
+__all__ = ["COLORS", "FAINT", "INK", "OTHERS", "OURS", "PALE", "Bar", "draw_bars", "saved_figure"]
 
 OURS, OTHERS, INK, PALE, FAINT = "#0072B2", "#B5BDC4", "#22262A", "#5B6268", "#DDE1E4"
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Lines of a picture, in this order."""
+"""Lines of a plot, in this order."""
 
 _STYLE: Any = {
     "font.size": 10,
@@ -51,7 +51,7 @@ _DPI = 200
 
 
 @contextmanager
-def picture(
+def saved_figure(
     path: Path,
     *,
     extra: str,

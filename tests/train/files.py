@@ -35,7 +35,7 @@ def write_targets(path: Path, count=48, size=16, columns=2) -> Path:
 
 
 def write_scenes(path: Path, count=48, size=16, *, void=None, classes=2) -> Path:
-    """Masks are 1 where the picture is bright, `void` in the last row."""
+    """Masks are 1 where the image is bright, `void` in the last row."""
     images, _ = make_images(count, size)
     masks = (images[..., :1] > 115).astype(np.uint8) * (classes - 1)
     if void is not None:

@@ -88,8 +88,8 @@ class MemoryLoader:
             yield self.images[chosen], self.targets[chosen]
 
 
-def make_pictures(count=64, size=8, classes=4, seed=0):
-    """Pictures whose class is the brightest channel or quarter; uint8, channels_last."""
+def make_images(count=64, size=8, classes=4, seed=0):
+    """Images whose class is the brightest channel or quarter; uint8, channels_last."""
     draws = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 120, (count, 3, size, size), generator=draws, dtype=torch.uint8)
     labels = torch.arange(count) % classes
@@ -101,8 +101,8 @@ def make_pictures(count=64, size=8, classes=4, seed=0):
 
 
 def make_data(config: TrainConfig, *, count=64, size=8, world=(0, 1), **changes) -> Data:
-    """A `Data` over `make_pictures`."""
-    images, labels = make_pictures(count, size)
+    """A `Data` over `make_images`."""
+    images, labels = make_images(count, size)
     rank, world_size = world
     batch = config.batch_size // (config.speed.accumulate * world_size)
 

@@ -28,7 +28,7 @@ from h5feed.train.distributed import (
 from h5feed.train.log import read_metrics
 from h5feed.train.setup import build_step
 from h5feed.train.tasks import make_task
-from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
+from train.helpers import MemoryLoader, make_config, make_data, make_images, tiny
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_two_processes_equal_one_at_the_same_global_batch(two_processes, tmp_pat
 
 def test_the_score_is_that_of_the_network_that_is_saved(two_processes):
     """With batch norm, processes have statistics of their own until they are aligned."""
-    images, labels = make_pictures()
+    images, labels = make_images()
     with torch.no_grad():
         outputs = load_trained(two_processes / "norms" / "last.pt")(images)
     loss = nn.functional.cross_entropy(outputs, labels).item()
@@ -179,7 +179,7 @@ def test_under_fsdp_a_process_holds_its_share_of_the_model(two_processes):
 
 def test_under_fsdp_each_image_is_scored_once_whoever_has_more_batches(two_processes):
     """Rank 0 has five batches of eight and rank 1 four: the fifth of rank 1 counts for nothing."""
-    images, labels = make_pictures(COUNT)
+    images, labels = make_images(COUNT)
     images = torch.cat((images[0::2][:40], images[1::2][:32]))
     labels = torch.cat((labels[0::2][:40], labels[1::2][:32]))
     with torch.no_grad():

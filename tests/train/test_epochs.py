@@ -1,10 +1,10 @@
 import pytest
 
-from h5feed.train.epochs import EpochLoaders, picture_size
+from h5feed.train.epochs import EpochLoaders, image_size
 
 
 def sizes(start, full, epochs):
-    return [picture_size(start, full, epochs, epoch) for epoch in range(epochs)]
+    return [image_size(start, full, epochs, epoch) for epoch in range(epochs)]
 
 
 def test_sizes_grow_and_reach_the_full_one_for_the_last_quarter():
@@ -14,7 +14,7 @@ def test_sizes_grow_and_reach_the_full_one_for_the_last_quarter():
 
 
 @pytest.mark.parametrize(("start", "full"), [(0, 224), (224, 224)])
-def test_off_or_equal_means_full_pictures(start, full):
+def test_off_or_equal_means_full_images(start, full):
     assert set(sizes(start, full, 5)) == {full}
 
 

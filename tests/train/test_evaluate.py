@@ -35,7 +35,7 @@ def batches(*sizes):
         yield torch.randn(size, 3, 4, 2, generator=draws), torch.arange(size) % 2
 
 
-def test_the_mean_is_over_pictures_whatever_the_batches():
+def test_the_mean_is_over_images_whatever_the_batches():
     task = make_task("classification", LossConfig(), 2)
     parts = list(batches(5, 3, 1))
     images, labels = (torch.cat(column) for column in zip(*parts, strict=True))

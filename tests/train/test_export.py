@@ -9,7 +9,7 @@ import torch
 from h5feed.cli.train import main
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train import export, load_trained, train
-from train.helpers import error_on_full_disk, make_config, make_data, make_pictures
+from train.helpers import error_on_full_disk, make_config, make_data, make_images
 
 torch.set_num_threads(1)
 
@@ -34,7 +34,7 @@ def test_the_loaded_network_scores_what_the_run_scored(tmp_path, ema, channels_l
     net = load_trained(tmp_path / "best.pt")
     assert not net.training
     assert net.model[0].bias is None
-    images, labels = make_pictures()
+    images, labels = make_images()
     with torch.no_grad():
         outputs = net(images)
     loss = torch.nn.functional.cross_entropy(outputs, labels).item()
@@ -60,7 +60,7 @@ def test_a_plain_state_dict_fits_the_model_and_takes_normalized_images(trained, 
     model = with_biases(4)
     model[0].register_parameter("bias", None)
     model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
-    images = make_pictures()[0]
+    images = make_images()[0]
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (exported.mean, exported.std))
     with torch.no_grad():
         found = model.eval()((images - mean) / std)
@@ -76,7 +76,7 @@ def test_an_exported_program_gives_the_same_outputs(trained, tmp_path, count):
     exported = export(trained, tmp_path / "model.pt2")
     extra = {"h5feed.txt": ""}
     program = torch.export.load(tmp_path / "model.pt2", extra_files=extra).module()
-    images = make_pictures()[0][:count].contiguous()
+    images = make_images()[0][:count].contiguous()
     torch.testing.assert_close(program(images), expected(trained, images))
     takes = "uint8 RGB images, (batch, 3, 8, 8); it normalizes them itself"
     assert exported.input == extra["h5feed.txt"] == takes
@@ -91,7 +91,7 @@ def test_onnx_gives_the_same_outputs(trained, tmp_path):
         assert main(["export", str(trained), "--to", str(path)]) == 0
     onnx.checker.check_model(onnx.load(path), full_check=True)
     for count in (1, 5):
-        images = make_pictures()[0][:count].contiguous()
+        images = make_images()[0][:count].contiguous()
         (found,) = evaluator.ReferenceEvaluator(str(path)).run(None, {"images": images.numpy()})
         torch.testing.assert_close(
             torch.from_numpy(found), expected(trained, images), rtol=1e-4, atol=1e-4

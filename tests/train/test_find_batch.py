@@ -136,7 +136,7 @@ def test_on_the_cpu_a_size_that_would_end_the_process_is_not_tried(tmp_path, mon
         WORLD,
         BatchRange(smallest=32, largest=1024, steps=1, memory=0.8),
     )
-    # A picture takes 1/32 GB, and 80 % of 4 GB are to be had: 102 of them
+    # An image takes 1/32 GB, and 80 % of 4 GB are to be had: 102 of them
     assert made[:2] == [32, 64]
     assert max(made) == found.largest.batch_size
     assert 96 <= max(made) <= 102

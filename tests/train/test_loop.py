@@ -21,7 +21,7 @@ from h5feed.train.log import read_metrics
 from h5feed.train.recorder import Recorder
 from h5feed.train.stock import Augmented, StockLoader
 from h5feed.train.tasks import make_task
-from train.helpers import MemoryLoader, make_config, make_data, make_pictures, tiny
+from train.helpers import MemoryLoader, make_config, make_data, make_images, tiny
 
 torch.set_num_threads(1)
 
@@ -310,7 +310,7 @@ def test_in_another_thread_signals_are_left_alone(tmp_path):
 
 def test_a_resume_through_a_stock_loader_draws_the_same_dropout(tmp_path, monkeypatch):
     options = {"model": f"{__name__}:Noisy", "epochs": 3, "save_every": 3, "workers": 0}
-    images, labels = make_pictures()
+    images, labels = make_images()
     samples = [(image, int(label)) for image, label in zip(images, labels, strict=True)]
 
     def train_in(out, **more):
@@ -572,7 +572,7 @@ def test_log_every_reads_seldom(tmp_path):
     assert [step for step, _ in losses(tmp_path)] == [3, 4, 6, 8]
 
 
-def test_progressive_resizing_shows_the_model_small_pictures_first(tmp_path):
+def test_progressive_resizing_shows_the_model_small_images_first(tmp_path):
     seen = []
 
     class Watching(torch.nn.Module):
@@ -593,7 +593,7 @@ def test_progressive_resizing_shows_the_model_small_pictures_first(tmp_path):
         run(tmp_path / "other", progressive=32)
 
 
-def test_the_score_is_of_the_averaged_weights_and_of_mirrored_pictures(tmp_path):
+def test_the_score_is_of_the_averaged_weights_and_of_mirrored_images(tmp_path):
     scores = {}
     for name, options in {"plain": {}, "ema": {"ema": 0.9}, "flip": {"test_flip": True}}.items():
         run(tmp_path / name, epochs=1, **options)
@@ -665,7 +665,7 @@ def test_a_wrong_model_name_leaves_the_folder_free(tmp_path):
 
 
 def test_regression_and_segmentation_learn(tmp_path):
-    images, labels = make_pictures()
+    images, labels = make_images()
     targets = {
         "regression": torch.stack((labels.float(), -labels.float()), 1),
         "segmentation": (images[:, 0] > 130).long(),

@@ -8,7 +8,7 @@ IMAGES = torch.arange(4).view(4, 1, 1, 1).expand(4, 3, 16, 16).to(torch.uint8) *
 LABELS = torch.tensor([0, 1, 2, 3])
 
 
-def test_mixup_adds_shares_of_pictures_and_targets():
+def test_mixup_adds_shares_of_images_and_targets():
     images, targets = mix_batch(IMAGES, LABELS, RecipeConfig(mixup=1.0), 4, (1, 2))
     share = targets[1, 1].item()
     assert 0 < share < 1

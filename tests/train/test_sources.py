@@ -55,7 +55,7 @@ def open_(*args, world=ALONE, **options):
 
 
 def samples(batches):
-    """Every (label, sum of pixels) of some batches, sorted: which pictures came."""
+    """Every (label, sum of pixels) of some batches, sorted: which images came."""
     return sorted(
         (targets[k].tolist(), int(images[k].sum()))
         for images, targets in batches
@@ -100,7 +100,7 @@ def test_the_switches_reach_h5loader(paths, tmp_path, monkeypatch, workers, thre
 
 
 @pytest.mark.parametrize("loader", ["h5loader", "dali", "dataloader", "imagefolder"])
-def test_pictures_come_once_an_epoch_and_in_another_order_in_the_next(paths, tmp_path, loader):
+def test_images_come_once_an_epoch_and_in_another_order_in_the_next(paths, tmp_path, loader):
     images, labels = make_images()
     every = sorted(zip(labels.tolist(), images.sum((1, 2, 3)).tolist(), strict=True))
     data = open_(paths, tmp_path, loader, flip=False)
@@ -125,8 +125,8 @@ def test_mean_and_deviation_are_the_pixels_own(paths, tmp_path, loader):
 
 @pytest.mark.parametrize("loader", ["h5loader", "dali", "dataloader", "imagefolder"])
 @pytest.mark.parametrize("crop", ["random-resized", "random-crop"])
-def test_random_crops_are_a_function_of_seed_epoch_and_picture(paths, tmp_path, loader, crop):
-    def pictures(seed, epoch, skip=0):
+def test_random_crops_are_a_function_of_seed_epoch_and_image(paths, tmp_path, loader, crop):
+    def crops_of(seed, epoch, skip=0):
         made = open_(paths, tmp_path, loader, crop=crop, seed=seed).train_loader(16)
         made.set_epoch(epoch)
         if skip:
@@ -138,15 +138,15 @@ def test_random_crops_are_a_function_of_seed_epoch_and_picture(paths, tmp_path, 
             made.load_state_dict(state)
         return torch.cat([images for images, _ in made])
 
-    first = pictures(0, 0)
-    assert torch.equal(pictures(0, 0), first)
-    assert not torch.equal(pictures(0, 1), first)
-    assert not torch.equal(pictures(1, 0), first)
-    assert torch.equal(pictures(0, 0, skip=2), first[32:])
+    first = crops_of(0, 0)
+    assert torch.equal(crops_of(0, 0), first)
+    assert not torch.equal(crops_of(0, 1), first)
+    assert not torch.equal(crops_of(1, 0), first)
+    assert torch.equal(crops_of(0, 0, skip=2), first[32:])
 
 
 @pytest.mark.parametrize("loader", ["h5loader", "dataloader"])
-def test_worker_processes_and_threads_change_no_picture(paths, tmp_path, loader):
+def test_worker_processes_and_threads_change_no_image(paths, tmp_path, loader):
     found = []
     for workers in (0, 2):
         config = config_for(paths, tmp_path, loader, crop="random-resized")
@@ -173,7 +173,7 @@ def test_two_processes_share_what_one_would_have(paths, tmp_path, loader):
 
 
 @pytest.mark.parametrize("loader", ["h5loader", "dataloader"])
-def test_scoring_shares_every_picture_once_even_unevenly(tmp_path, loader):
+def test_scoring_shares_every_image_once_even_unevenly(tmp_path, loader):
     paths = {"classes": write_classes(tmp_path / "odd.h5", count=49)}
     shares = []
     for rank in range(3):
@@ -186,7 +186,7 @@ def test_scoring_shares_every_picture_once_even_unevenly(tmp_path, loader):
 
 
 @pytest.mark.parametrize("loader", ["h5loader", "dataloader"])
-def test_masks_keep_their_pictures_geometry(paths, tmp_path, loader):
+def test_masks_keep_their_images_geometry(paths, tmp_path, loader):
     data = open_(paths, tmp_path, loader, "scenes", crop="random-resized", ignore_index=7)
     assert (data.task, data.num_outputs) == ("segmentation", 2)
     made = data.train_loader(16)
@@ -263,7 +263,7 @@ def test_outputs_are_held_against_what_is_in_the_file(paths, tmp_path):
     refuse(paths, tmp_path, "--num-outputs 1 is too small: .* has class numbers up to 1, which",
            kind="scenes", num_outputs=1, ignore_index=7)  # fmt: skip
     for wrong in (1, 3):
-        refuse(paths, tmp_path, rf"--num-outputs {wrong}: .* has 2 targets a picture, each of",
+        refuse(paths, tmp_path, rf"--num-outputs {wrong}: .* has 2 targets an image, each of",
                kind="targets", num_outputs=wrong)  # fmt: skip
     more_names = {"classes": write_classes(tmp_path / "m.h5", classes=tuple("abcdefg"))}
     assert open_(more_names, tmp_path, num_outputs=4).num_outputs == 4
@@ -291,12 +291,12 @@ def test_a_class_mismatch_names_the_classes(tmp_path, paths):
 
 def test_missing_columns_are_one_sentence_each(tmp_path, paths):
     unlabelled = {"classes": write_classes(tmp_path / "u.h5", unlabelled=5)}
-    refuse(unlabelled, tmp_path, r"u\.h5 has 5 of 48 pictures without a class \(label -1\): pack a")
+    refuse(unlabelled, tmp_path, r"u\.h5 has 5 of 48 images without a class \(label -1\): pack a")
     refuse(paths, tmp_path, r"--task segmentation needs masks, and .*classes\.h5 has none: pack",
            task="segmentation")  # fmt: skip
     refuse(paths, tmp_path, r"--task regression needs a column of targets, and .* has classes",
            task="regression")  # fmt: skip
-    refuse(paths, tmp_path, r"--task classification needs a class per picture, and .* has numbers",
+    refuse(paths, tmp_path, r"--task classification needs a class per image, and .* has numbers",
            kind="targets", task="classification")  # fmt: skip
     refuse(paths, tmp_path, "--loader imagefolder has classes only, not --task regression",
            loader="imagefolder", task="regression")  # fmt: skip
@@ -304,7 +304,7 @@ def test_missing_columns_are_one_sentence_each(tmp_path, paths):
 
 def test_a_set_of_another_kind_to_score_on_is_refused(tmp_path, paths):
     other = write_targets(tmp_path / "three.h5", columns=3)
-    refuse(paths, tmp_path, r"three\.h5 has 3 targets a picture, and .*targets\.h5 has 2",
+    refuse(paths, tmp_path, r"three\.h5 has 3 targets an image, and .*targets\.h5 has 2",
            kind="targets", val=other)  # fmt: skip
     scenes = write_scenes(tmp_path / "more.h5", classes=3)
     refuse(paths, tmp_path, r"more\.h5 has 3 classes, and .*scenes\.h5 has 2: score on",
@@ -326,7 +326,7 @@ def test_files_that_are_none_and_batches_that_do_not_split(tmp_path, paths):
 def test_no_loader_is_made_that_would_have_no_batch(tmp_path, paths, loader):
     """What goes through epochs without end would wait for one for ever."""
     data = open_(paths, tmp_path, loader, batch_size=64)
-    with pytest.raises(UsageError, match=r"--batch-size 64 is more than the 48 pictures of "):
+    with pytest.raises(UsageError, match=r"--batch-size 64 is more than the 48 images of "):
         data.train_loader(16)
 
 
@@ -335,12 +335,12 @@ def test_a_batch_larger_than_the_set_is_one_sentence(tmp_path, paths):
     with pytest.raises(UsageError) as caught:
         train(config)
     assert str(caught.value) == (
-        f"--batch-size 64 is more than the 48 pictures of {paths['classes']}: take 48 or fewer"
+        f"--batch-size 64 is more than the 48 images of {paths['classes']}: take 48 or fewer"
     )
     config = config_for(paths, tmp_path / "run", batch_size=65, accumulate=5)
     with pytest.raises(UsageError, match=r"--batch-size 65 .*: take 45 or fewer"):
         train(config)
     few = {"classes": write_classes(tmp_path / "few.h5", count=4)}
     config = config_for(few, tmp_path / "run", batch_size=5, accumulate=5)
-    with pytest.raises(UsageError, match=r"the 4 pictures of .*: it takes 5 for a batch at least"):
+    with pytest.raises(UsageError, match=r"the 4 images of .*: it takes 5 for a batch at least"):
         train(config)

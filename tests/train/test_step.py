@@ -11,7 +11,7 @@ from h5feed.train.distributed import World
 from h5feed.train.models import Network
 from h5feed.train.setup import build_step
 from h5feed.train.tasks import make_task
-from train.helpers import make_config, make_pictures, tiny
+from train.helpers import make_config, make_images, tiny
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ def make_step(tmp_path, *, model=None, precision="fp32", steps=1000, device=CPU,
 
 
 def make_batches(batch, count=64):
-    images, labels = make_pictures(count)
+    images, labels = make_images(count)
     parts = [(images[k : k + batch], labels[k : k + batch]) for k in range(0, count, batch)]
     return cycle(parts)
 
@@ -117,7 +117,7 @@ def test_accumulation_equals_the_large_batch(tmp_path, accumulate, clip_norm):
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_weights_and_pictures_have_the_memory_order_asked_for(tmp_path, channels_last):
+def test_weights_and_images_have_the_memory_order_asked_for(tmp_path, channels_last):
     seen = []
     step = make_step(tmp_path, channels_last=channels_last)
     step.net.model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -155,7 +155,7 @@ def test_mixed_batches_reach_the_model_and_the_loss(tmp_path, recipe):
     step.net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     for _ in range(2):
         step(make_batches(16))
-    images, _ = make_pictures()
+    images, _ = make_images()
     assert not torch.equal(seen[0], images[:16].float())
     assert not torch.equal(seen[0], seen[1])  # another draw in the next step
 

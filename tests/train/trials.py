@@ -9,7 +9,7 @@ from h5feed.train.distributed import World
 from h5feed.train.models import Network
 from h5feed.train.setup import build_step
 from h5feed.train.tasks import make_task
-from train.helpers import MemoryLoader, make_config, make_pictures
+from train.helpers import MemoryLoader, make_config, make_images
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -36,7 +36,7 @@ def make_step(out, *, precision="fp32", **options):
 
 
 def make_loader(count=64, batch=16):
-    return MemoryLoader(*make_pictures(count), batch)
+    return MemoryLoader(*make_images(count), batch)
 
 
 def random_draws():

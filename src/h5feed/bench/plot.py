@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from h5feed.plotting import Bar, draw_bars, picture
+from h5feed.plotting import Bar, draw_bars, saved_figure
 
 from .outcomes import Outcome
 from .report import SMOKE_BATCHES, Report, is_ours
@@ -98,7 +98,7 @@ def draw_groups(
         for panel in panels
     ]
     height = _REST + _ROW * sum(rows)
-    with picture(
+    with saved_figure(
         path,
         extra="bench",
         title=title,

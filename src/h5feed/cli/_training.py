@@ -58,5 +58,5 @@ def _config_path(args: Sequence[str]) -> Path | None:
 
 
 def trained_in_words(config: TrainConfig) -> str:
-    """Say what a picture of a finder is about."""
+    """Say what a plot of a finder is about."""
     return f"{config.model.model} on {config.train.name}, {config.optim.optimizer}"

@@ -111,7 +111,7 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """How pictures reach the model."""
+    """How images reach the model."""
 
     loader: LoaderName = "h5loader"
     """h5loader; dali (the same batches, made by NVIDIA DALI); dataloader (stock, over H5Dataset);
@@ -130,15 +130,15 @@ class DataConfig:
     augment_on: Literal["auto", "cpu", "device"] = "auto"
     """Where h5loader crops and flips."""
     residency: Literal["stream", "device", "pinned", "auto"] = "stream"
-    """Where h5loader keeps the pictures: in the file, all of them on the device, in page-locked
+    """Where h5loader keeps the images: in the file, all of them on the device, in page-locked
     memory that the device reads, or by their size."""
     size: int = 0
-    """Side in pixels of the square pictures that the model sees; 0 takes the file's, up to 224."""
+    """Side in pixels of the square images that the model sees; 0 takes the file's, up to 224."""
     crop: CropName = "auto"
     """random-resized (ImageNet's), random-crop (padded by an eighth: CIFAR's), or none;
     auto takes random-crop up to 64 px."""
     padding: int = -1
-    """Black pixels around each picture before random-crop; -1 takes an eighth of its side."""
+    """Black pixels around each image before random-crop; -1 takes an eighth of its side."""
     color_jitter: float = 0.0
     """Change brightness, contrast and saturation of training images by factors within 1 - this
     and 1 + this (0.4 in ImageNet's recipes); 0 turns it off."""
@@ -146,7 +146,7 @@ class DataConfig:
     """Share of the training images that lose a random rectangle (Zhong et al. 2017,
     arXiv:1708.04896), filled with the mean color; 0 turns it off. Not for segmentation."""
     flip: bool = True
-    """Mirror half of the pictures, left to right."""
+    """Mirror half of the images, left to right."""
 
     def __post_init__(self) -> None:
         at_least(self, -1, "workers", "padding")
@@ -165,9 +165,9 @@ class RecipeConfig:
     cutmix: float = 0.0
     """Alpha of CutMix (Yun et al. 2019); 0 turns it off. With mixup, each batch takes one."""
     progressive: int = 0
-    """Side in pixels of the first epoch's pictures, growing to the full size; 0 turns it off."""
+    """Side in pixels of the first epoch's images, growing to the full size; 0 turns it off."""
     test_flip: bool = False
-    """Score the mean of each picture's outputs and its mirror image's."""
+    """Score the mean of each image's outputs and its mirror image's."""
     ema: float = 0.0
     """Decay per step of an average of the weights, which is then what is scored; 0 turns it off."""
 
@@ -275,7 +275,7 @@ class SpeedConfig:
     scaler), or torch, as torch leaves it (fp32, and tf32 in convolutions); auto takes bf16 on a
     GPU that has it, else fp32."""
     channels_last: bool = True
-    """Weights and pictures in NHWC memory, which convolutions like."""
+    """Weights and images in NHWC memory, which convolutions like."""
     compile: CompileMode = "off"
     """torch.compile, in this mode, for training and scoring."""
     compile_backend: str = "off"
@@ -301,7 +301,7 @@ class DistributedConfig:
     gpus: int = 0
     """Processes to start, one a GPU (or several on the CPU); 0 for this process alone."""
     sync_batchnorm: bool = False
-    """Batch norm over all processes' pictures (CUDA only)."""
+    """Batch norm over all processes' images (CUDA only)."""
     static_graph: bool = True
     """Promise DDP that every step uses the same weights, so that it plans once (not with
     --accumulate, where torch fails)."""
@@ -358,9 +358,9 @@ class TrainConfig:
     overwrite: bool = False
     """Start anew where --out holds a run already."""
     epochs: int = 10
-    """Times that every picture is seen."""
+    """Times that every image is seen."""
     batch_size: int = 128
-    """Pictures per optimizer step, all processes and accumulated parts together."""
+    """Images per optimizer step, all processes and accumulated parts together."""
     seed: int = 0
     """Of weights, order and augmentation."""
     device: str = "auto"

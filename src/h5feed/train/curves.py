@@ -9,7 +9,7 @@ import torch
 
 from h5feed.feed.sheet import class_colors
 from h5feed.optional import require
-from h5feed.plotting import COLORS, INK, OURS, PALE, picture
+from h5feed.plotting import COLORS, INK, OURS, PALE, saved_figure
 from h5feed.train.evaluate import Scored
 from h5feed.train.log import CONFUSION, CURVES, METRICS, PREDICTIONS, class_name, read_metrics
 
@@ -21,7 +21,7 @@ _POINTS = 200
 
 
 def draw_curves(out: Path, metric: str) -> Path:
-    """Draw the run in folder `out` and return the picture's path.
+    """Draw the run in folder `out` and return the plot's path.
 
     Four panels over the steps: loss, `metric`, learning rate, and images per second with the
     share of time spent waiting for data. Raises ImportError without matplotlib.
@@ -38,7 +38,7 @@ def draw_curves(out: Path, metric: str) -> Path:
     )
     path = out / CURVES
     form: dict[str, Any] = {"width": 11.0, "height": 7.0, "rows": 2, "columns": 2, "sharex": True}
-    with picture(path, extra="train", title=title, caption=caption, **form) as (_, panels):
+    with saved_figure(path, extra="train", title=title, caption=caption, **form) as (_, panels):
         for panel, name in zip(panels[:2], ("loss", metric), strict=True):
             _line(panel, train, name, OURS, label="train")
             _line(panel, val, name, _VAL, label="val", marker="o" if len(val) < 40 else "")
@@ -139,7 +139,7 @@ def _draw_confusion(path: Path, scored: Scored, classes: Sequence[str]) -> None:
         f"of each true class (row) the share predicted as each class (column), in percent; "
         f"{table.sum().item():,.0f} {what} of the last scoring."
     )
-    with picture(
+    with saved_figure(
         path, extra="train", title=title, caption=caption, width=side + 1.2, height=side
     ) as (figure, (panel, *_)):
         image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=100)
@@ -177,7 +177,7 @@ def _draw_predictions(
     seen = np.union1d(masks[~ignored].numpy(), predicted.numpy()).tolist()
     high, wide = images.shape[2:]
     title = f"{path.parent.name}: the first {len(images)} images of the last scoring"
-    with picture(
+    with saved_figure(
         path,
         extra="train",
         title=title,

@@ -47,34 +47,34 @@ class Data:
     task: str
     """What its targets are for: classification, regression or segmentation."""
     num_outputs: int
-    """Classes, or targets per picture."""
+    """Classes, or targets per image."""
     mean: tuple[float, ...]
     """Of the training pixels per channel, on the scale 0 to 255."""
     std: tuple[float, ...]
     """Likewise."""
     size: int
-    """Side in pixels of the pictures that the model sees."""
+    """Side in pixels of the images that the model sees."""
     train_loader: Callable[[int], Loader]
-    """Makes the training loader for pictures of a given side; equal batches, no short one.
+    """Makes the training loader for images of a given side; equal batches, no short one.
 
-    Raises UsageError where the pictures are too few for a batch.
+    Raises UsageError where the images are too few for a batch.
     """
     classes: tuple[str, ...] = ()
     """Their names, where they have some."""
     count: int = 0
     """Images to train on; 0 where nobody knows."""
     val_loader: Iterable[Batch] | None = None
-    """This process's share of the pictures to score on; the last batch may be short."""
+    """This process's share of the images to score on; the last batch may be short."""
 
 
-def check_batch(config: TrainConfig, world: World, pictures: int) -> None:
-    """Raise UsageError where `pictures`, for all processes together, do not make one batch."""
-    if config.batch_size <= pictures:
+def check_batch(config: TrainConfig, world: World, images: int) -> None:
+    """Raise UsageError where `images`, for all processes together, do not make one batch."""
+    if config.batch_size <= images:
         return
     parts = config.speed.accumulate * world.size
-    most = pictures - pictures % parts
+    most = images - images % parts
     advice = f"take {most} or fewer" if most else f"it takes {parts} for a batch at least"
     raise UsageError(
-        f"--batch-size {config.batch_size} is more than the {pictures} pictures of "
+        f"--batch-size {config.batch_size} is more than the {images} images of "
         f"{config.train}: {advice}"
     )

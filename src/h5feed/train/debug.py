@@ -70,7 +70,7 @@ def _profile(out: Path, device: torch.device) -> torch.profiler.profile:
 
 
 def check_gradients(net: nn.Module, task: Task, batch: Batch) -> None:
-    """Compare a step's gradients with finite differences, in float64 on two pictures.
+    """Compare a step's gradients with finite differences, in float64 on two images.
 
     `net` is copied and not touched. Raises H5FeedError with torch's comparison when they differ.
     """

@@ -133,7 +133,7 @@ class World:
         return net
 
     def synchronize_norms(self, net: nn.Module, config: DistributedConfig) -> nn.Module:
-        """Make batch norms see all processes' pictures, where asked for; UsageError on the CPU."""
+        """Make batch norms see all processes' images, where asked for; UsageError on the CPU."""
         if not config.sync_batchnorm:
             return net
         if self.device.type == "cpu":

@@ -1,21 +1,21 @@
-"""The training loader of each epoch: its order, and the size of its pictures."""
+"""The training loader of each epoch: its order, and the size of its images."""
 
 from collections.abc import Callable
 from typing import Any
 
 from h5feed.train.data import Loader
 
-__all__ = ["EpochLoaders", "picture_size"]
+__all__ = ["EpochLoaders", "image_size"]
 
 _GROWING = 0.75
-"""Share of the epochs over which progressive resizing grows; the rest see full pictures."""
+"""Share of the epochs over which progressive resizing grows; the rest see full images."""
 
 
-def picture_size(start: int, full: int, epochs: int, epoch: int) -> int:
-    """Side in pixels of an epoch's pictures under progressive resizing.
+def image_size(start: int, full: int, epochs: int, epoch: int) -> int:
+    """Side in pixels of an epoch's images under progressive resizing.
 
     Grows linearly from `start` to `full` over the first three quarters of `epochs`, in steps of
-    32 px (16 below 128 px, 8 below 64): networks halve their pictures often. Small pictures
+    32 px (16 below 128 px, 8 below 64): networks halve their images often. Small images
     first cost less and overfit less (Howard 2018, fast.ai's DAWNBench entry; Tan & Le 2021,
     arXiv:2104.00298). `start` 0 turns it off.
     """
@@ -27,7 +27,7 @@ def picture_size(start: int, full: int, epochs: int, epoch: int) -> int:
 
 
 class EpochLoaders:
-    """Hands out the loader for an epoch, a new one only where the pictures' size changes."""
+    """Hands out the loader for an epoch, a new one only where the images' size changes."""
 
     def __init__(self, make: Callable[[int], Loader], size: Callable[[int], int]) -> None:
         self._make, self._size_of = make, size

@@ -1,4 +1,4 @@
-"""Scoring: no gradients, no dropout, every picture exactly once over all processes.
+"""Scoring: no gradients, no dropout, every image exactly once over all processes.
 
 inference_mode is no_grad without version counters and view tracking (PyTorch's autograd notes).
 """
@@ -94,9 +94,9 @@ def evaluate(
             with autocast:
                 compute(images)
         sums = world.add_up(torch.stack((losses, torch.full_like(losses, count))))
-        loss_sum, pictures = sums.tolist()
+        loss_sum, scored_images = sums.tolist()
         return Scored(
-            loss=loss_sum / pictures,
+            loss=loss_sum / scored_images,
             metric=task.value(world.add_up(scores)),
             also={name: ratio(world.add_up(score)) for name, score in also.items()},
             confusion=None if task.confusion is None else _square(world.add_up(table)),

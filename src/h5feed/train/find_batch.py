@@ -129,7 +129,7 @@ def find_batch(
     if full and size == options.smallest:
         raise H5FeedError(
             f"not even a batch of {size} fits into memory: try --smallest 1, --grad-checkpointing, "
-            "smaller pictures (--size) or --precision bf16"
+            "smaller images (--size) or --precision bf16"
         )
     if full:
         low = max(s for s, trial in trials.items() if trial.fits)

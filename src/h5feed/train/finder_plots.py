@@ -1,10 +1,10 @@
-"""What the finders found, as pictures."""
+"""What the finders found, as plots."""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from h5feed.plotting import COLORS, OTHERS, OURS, PALE, picture
+from h5feed.plotting import COLORS, OTHERS, OURS, PALE, saved_figure
 from h5feed.train.find_batch import BatchSizes
 from h5feed.train.find_lr import LrCurve
 
@@ -27,7 +27,7 @@ def draw_lr_curve(curve: LrCurve, path: Path, what: str = "") -> None:
     title = "Learning-rate range test"
     if curve.suggestion is not None:
         title += f": try --lr {curve.suggestion:.2g}"
-    with picture(path, extra="train", title=title, caption=caption.strip()) as (_, (axes,)):
+    with saved_figure(path, extra="train", title=title, caption=caption.strip()) as (_, (axes,)):
         axes.plot(curve.rates, shown, ".", color=OTHERS, ms=4, label="each step")
         axes.plot(curve.rates, curve.smoothed, color=OURS, label="smoothed")
         above = [rate for rate, loss in zip(curve.rates, curve.losses, strict=True) if loss > edge]
@@ -58,7 +58,7 @@ def draw_batch_sizes(sizes: BatchSizes, path: Path, what: str = "") -> None:
     best = sizes.fastest
     title = f"Batch sizes: {best.batch_size:,} is the smallest of the fastest"
     form: dict[str, Any] = {"height": 5.6, "rows": 2, "sharex": True}
-    with picture(path, extra="train", title=title, caption=what, **form) as (figure, panels):
+    with saved_figure(path, extra="train", title=title, caption=what, **form) as (figure, panels):
         speed, memory = panels
         figure.get_layout_engine().set(w_pad=0.1)  # inches: labels would touch the edge
         speed.plot(places, [t.images_per_second for t in trials], "o-", color=OURS)

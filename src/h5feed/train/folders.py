@@ -1,4 +1,4 @@
-"""Training from folders of pictures, the way the blogs do: torchvision's ImageFolder."""
+"""Training from folders of images, the way the blogs do: torchvision's ImageFolder."""
 
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,7 @@ def _to_tensor(transform: Any) -> Any:
 
 
 def _statistics(folder: Any, transform: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel of evenly spaced pictures, 0 to 255."""
+    """Return mean and standard deviation per channel of evenly spaced images, 0 to 255."""
     count = min(len(folder), _STATISTICS_OF)
     chosen = np.linspace(0, len(folder) - 1, count).round().astype(int)
     pixels = np.stack([transform(folder[index][0]).numpy() for index in chosen.tolist()])

@@ -12,7 +12,7 @@ __all__ = ["mix_batch"]
 def mix_batch(
     images: Tensor, targets: Tensor, config: RecipeConfig, num_classes: int, seed: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Mix each picture with its neighbour in the batch; targets become shares of classes.
+    """Mix each image with its neighbour in the batch; targets become shares of classes.
 
     `images` are (B, C, H, W), `targets` (B,) class numbers; returns float (or, cut, as they
     came) images and float32 (B, num_classes). Mixup is Zhang et al. 2018 (arXiv:1710.09412),
@@ -37,7 +37,7 @@ def mix_batch(
 def _paste(
     images: Tensor, partners: Tensor, share: float, draws: np.random.Generator
 ) -> tuple[Tensor, float]:
-    """Put a box of the partner, 1 − share of the area, over each picture; the box is clipped."""
+    """Put a box of the partner, 1 − share of the area, over each image; the box is clipped."""
     height, width = images.shape[2:]
     half_h, half_w = (side * (1 - share) ** 0.5 / 2 for side in (height, width))
     y, x = draws.integers(height), draws.integers(width)

@@ -46,7 +46,7 @@ OWN_MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 
 class Network(nn.Module):
-    """A model behind the normalization of its input: uint8 pictures in, outputs out.
+    """A model behind the normalization of its input: uint8 images in, outputs out.
 
     Doing it here puts it on the device, lets the compiler fuse it, keeps the copy to the device
     four times smaller than floats, and saves mean and std with the weights.
@@ -79,7 +79,7 @@ class Network(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Outputs for (B, 3, H, W) uint8 or float pictures on the scale 0 to 255."""
+        """Outputs for (B, 3, H, W) uint8 or float images on the scale 0 to 255."""
         outputs: Any = self.model((images - self.mean) / self.std)
         if isinstance(outputs, dict) and "out" in outputs:
             outputs = outputs["out"]  # torchvision's segmentation models

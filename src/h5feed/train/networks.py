@@ -56,7 +56,7 @@ class ResNet9(nn.Module):
         self.head = nn.Linear(wide[3], num_outputs)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (B, num_outputs) for normalized pictures."""
+        """Return (B, num_outputs) for normalized images."""
         features: Tensor = self.body(images).amax((2, 3))
         outputs: Tensor = self.head(features) / 8  # Page's: maxima begin large
         return outputs
@@ -78,7 +78,7 @@ class ResNet18(nn.Module):
         self.head = nn.Linear(512, num_outputs)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (B, num_outputs) for normalized pictures."""
+        """Return (B, num_outputs) for normalized images."""
         return self.head(self.body(self.stem(images)).mean((2, 3)))  # type: ignore[no-any-return]
 
 
@@ -102,7 +102,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_outputs, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (B, num_outputs, H, W) for normalized pictures."""
+        """Return (B, num_outputs, H, W) for normalized images."""
         kept: list[Tensor] = []
         values = self.down[0](images)
         for block in self.down[1:]:

@@ -59,7 +59,7 @@ def choose_outputs(config: LossConfig, task: str, found: int, path: Path) -> int
         return given
     if task == "regression" and given != found:
         raise UsageError(
-            f"--num-outputs {given}: {path} has {found} targets a picture, each of which needs one "
+            f"--num-outputs {given}: {path} has {found} targets an image, each of which needs one "
             "output; leave it out"
         )
     if given < found:
@@ -82,7 +82,7 @@ def _check_column(wanted: str, has: str, path: Path) -> None:
         )
     if wanted == "classification" and has == "regression":
         raise UsageError(
-            f"--task classification needs a class per picture, and {path} has numbers: take "
+            f"--task classification needs a class per image, and {path} has numbers: take "
             "--task regression"
         )
 
@@ -90,7 +90,7 @@ def _check_column(wanted: str, has: str, path: Path) -> None:
 def _check_labels(labels: npt.NDArray[np.int64], path: Path) -> None:
     if missing := int((labels < 0).sum()):
         raise UsageError(
-            f"{path} has {missing} of {len(labels)} pictures without a class (label -1): pack a "
+            f"{path} has {missing} of {len(labels)} images without a class (label -1): pack a "
             "folder of class folders, or a --manifest with a label column"
         )
 
@@ -119,7 +119,7 @@ def check_alike(train: Kind, val: Kind, train_path: Path, val_path: Path) -> Non
     if val.task == "regression":
         fits = val.num_outputs == train.num_outputs
     if not fits:
-        what = "targets a picture" if val.task == "regression" else "classes"
+        what = "targets an image" if val.task == "regression" else "classes"
         raise UsageError(
             f"--val {val_path} has {val.num_outputs} {what}, and {train_path} has "
             f"{train.num_outputs}: score on a set of the same kind"
@@ -136,6 +136,6 @@ def stored_size(ds: H5Dataset) -> tuple[int, int] | None:
 
 
 def default_size(ds: H5Dataset) -> int:
-    """Return the side of the pictures that a model sees: the stored short side, up to 224 px."""
+    """Return the side of the images that a model sees: the stored short side, up to 224 px."""
     spec = ds.pixels.specs["images"]
     return min(spec.height or _USUAL_SIZE, spec.width or _USUAL_SIZE, _USUAL_SIZE)

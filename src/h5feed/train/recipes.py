@@ -1,4 +1,4 @@
-"""What happens to a picture before the model sees it, in training and in scoring."""
+"""What happens to an image before the model sees it, in training and in scoring."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,7 +21,7 @@ from h5feed.train.config import DataConfig
 __all__ = ["scoring_ops", "to_torchvision", "training_ops"]
 
 _SMALL = 64
-"""Up to this side, pictures are the object itself, as CIFAR's: nothing is to be cropped away."""
+"""Up to this side, images are the object itself, as CIFAR's: nothing is to be cropped away."""
 _DENSE_SCALE = (0.25, 1.0)
 """Share of a scene that a crop keeps where every pixel has a label."""
 
@@ -35,9 +35,9 @@ def training_ops(
     ignore_index: int = 0,
     mean: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> list[Op]:
-    """Return the ops for pictures of `size` px from ones stored as (height, width).
+    """Return the ops for images of `size` px from ones stored as (height, width).
 
-    `stored` is None where stored pictures have several sizes. Where masks are padded, they get
+    `stored` is None where stored images have several sizes. Where masks are padded, they get
     `ignore_index`; what is erased gets the color `mean`, 0 to 255.
     random-crop pads by an eighth (4 of 32 px, as in He et al. 2016); random-resized is Szegedy
     et al. 2015 as torchvision has it.

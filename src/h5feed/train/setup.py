@@ -21,7 +21,7 @@ from h5feed.train.config import ModelConfig, TrainConfig
 from h5feed.train.data import Data
 from h5feed.train.distributed import World, check_fsdp
 from h5feed.train.ema import Ema
-from h5feed.train.epochs import EpochLoaders, picture_size
+from h5feed.train.epochs import EpochLoaders, image_size
 from h5feed.train.models import (
     Network,
     Weights,
@@ -77,7 +77,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Ru
     _check(config, data, task)
     check_fsdp(config, world, precision)
     check_backend(config.speed.compile_backend, world.device)
-    size_of = partial(picture_size, config.recipe.progressive, data.size, config.epochs)
+    size_of = partial(image_size, config.recipe.progressive, data.size, config.epochs)
     loaders = EpochLoaders(data.train_loader, size_of)
     steps_per_epoch = len(loaders) // config.speed.accumulate
     total = steps_per_epoch * config.epochs

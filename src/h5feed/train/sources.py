@@ -22,7 +22,7 @@ from h5feed.train.synthetic import SyntheticLoader, random_batch
 __all__ = ["open_data"]
 
 _STATISTICS_OF = 1024
-"""Pictures that mean and standard deviation are taken from; three digits are enough."""
+"""Images that mean and standard deviation are taken from; three digits are enough."""
 
 
 def open_data(config: TrainConfig, world: World) -> Data:
@@ -57,7 +57,7 @@ def _open(path: Path, data: DataConfig) -> H5Dataset:
 
 
 def part_size(config: TrainConfig, world: World) -> int:
-    """Return the pictures that one process computes at a time."""
+    """Return the images that one process computes at a time."""
     parts = config.speed.accumulate * world.size
     if config.batch_size % parts:
         raise UsageError(
@@ -76,7 +76,7 @@ def _training(
     mean: tuple[float, ...],
     size: int,
 ) -> Loader:
-    """Make the training loader for pictures of `size` px."""
+    """Make the training loader for images of `size` px."""
     check_batch(config, world, len(ds))
     data, dense = config.data, kind.task == "segmentation"
     ignored = config.loss.ignore_index
@@ -106,7 +106,7 @@ def _training(
 def _scoring(
     config: TrainConfig, world: World, kind: Kind, batch_size: int, size: int
 ) -> Iterable[Batch] | None:
-    """Make the loader of this process's share of the pictures to score on."""
+    """Make the loader of this process's share of the images to score on."""
     if config.val is None:
         return None
     data, dense = config.data, kind.task == "segmentation"

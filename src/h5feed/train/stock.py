@@ -33,7 +33,7 @@ class Augmented(Dataset[tuple[Tensor, Any]]):
     """A map-style dataset under torchvision transforms, random as a function.
 
     Samples are asked for by (epoch, index), from which, with `seed`, the transforms' generator
-    is set: workers, batches and a resume change no picture. Masks get their picture's geometry.
+    is set: workers, batches and a resume change no image. Masks get their image's geometry.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _Batches:
 
 @dataclass(frozen=True)
 class _Share:
-    """A batch sampler over one process's share of the pictures to score on, in order."""
+    """A batch sampler over one process's share of the images to score on, in order."""
 
     count: int
     batch_size: int
@@ -152,7 +152,7 @@ class _Share:
 
 
 class ScoringLoader:
-    """A DataLoader over one process's share of the pictures to score on."""
+    """A DataLoader over one process's share of the images to score on."""
 
     def __init__(
         self, dataset: Augmented, count: int, batch_size: int, config: DataConfig, world: World

@@ -41,7 +41,7 @@ class SyntheticLoader:
 def random_batch(
     task: str, num_outputs: int, count: int, size: int, seed: int, device: torch.device
 ) -> Batch:
-    """Return noise that has the types and shapes of a batch of `count` pictures of `size` px."""
+    """Return noise that has the types and shapes of a batch of `count` images of `size` px."""
     draws = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=draws)
     images = pixels.to(device).permute(0, 3, 1, 2)

@@ -34,7 +34,7 @@ class Task:
     num_classes: int = 0
     """Of targets that are class numbers, which mixup needs; 0 for others."""
     dense: bool = False
-    """Whether outputs and targets are pictures, which a mirrored picture mirrors."""
+    """Whether outputs and targets are images, which a mirrored image mirrors."""
     val_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """The loss that scoring states, without what only helps to learn; None for `loss`."""
     confusion: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -111,7 +111,7 @@ def _bce(smoothing: float, threshold: float | None, outputs: Tensor, targets: Te
 
 
 def _hits(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Pictures whose likeliest class is the true (or, mixed, the strongest) one; pictures."""
+    """Images whose likeliest class is the true (or, mixed, the strongest) one; images."""
     truth = targets.argmax(1) if targets.is_floating_point() else targets
     hits = (outputs.argmax(1) == truth).sum()
     return torch.stack((hits, torch.full_like(hits, len(truth))))
