@@ -20,12 +20,12 @@ def sizes_of(count, low=24, high=48):
 
 
 def write_kind(path, kind, count=12, side=32):
-    """Write smooth pictures as one of KINDS; sources are wider than what is stored."""
+    """Write smooth images as one of KINDS; sources are wider than what is stored."""
     fit = kind.split()[0] if kind.split()[0] in ("keep", "pad", "crop") else "stretch"
     encoding = kind.split()[-1] if kind.split()[-1] in ("yuv420", "jpeg", "original") else "raw"
     varied = fit == "keep" or encoding == "original"
     shapes = sizes_of(count) if varied else np.full((count, 2), side)
-    pictures = [smooth(h, w, seed) for seed, (h, w) in enumerate(shapes.tolist())]
+    images = [smooth(h, w, seed) for seed, (h, w) in enumerate(shapes.tolist())]
     store = {
         "raw": lambda p: p,
         "yuv420": rgb_to_nv12,
@@ -40,7 +40,7 @@ def write_kind(path, kind, count=12, side=32):
         options["boxes"] = np.tile(np.int32([4, 0, 24, 32]), (count, 1))
     sources = shapes * 3 if varied else np.tile([60, 80], (count, 1))
     return write_packed(
-        path, [store(p) for p in pictures], spec=spec, source_shapes=sources, **options
+        path, [store(image) for image in images], spec=spec, source_shapes=sources, **options
     )
 
 

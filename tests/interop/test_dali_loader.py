@@ -1,4 +1,4 @@
-"""DaliLoader beside H5Loader: the same samples, pictures, epochs, states and errors."""
+"""DaliLoader beside H5Loader: the same samples, images, epochs, states and errors."""
 
 import gc
 import itertools
@@ -44,7 +44,7 @@ def both(ds, batch_size=5, **options):
 
 
 def assert_agree(made, expected):
-    """Two batches are the same, up to the rounding of pictures."""
+    """Two batches are the same, up to the rounding of images."""
     images, target, indices = made
     assert torch.equal(indices, expected[2])
     assert torch.equal(target, expected[1])
@@ -64,11 +64,11 @@ def left(loader):
     return [indices.tolist() for _, _, indices in loader]
 
 
-# Pictures
+# Images
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_store_and_fit_gives_the_pictures_of_h5loader(tmp_path, kind):
+def test_every_store_and_fit_gives_the_images_of_h5loader(tmp_path, kind):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     for made, expected in both(ds, antialias=True, seed=3):
         assert_agree(made, expected)
@@ -77,19 +77,19 @@ def test_every_store_and_fit_gives_the_pictures_of_h5loader(tmp_path, kind):
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
 @pytest.mark.parametrize("antialias", [True, False, "auto"])
 def test_noise_agrees_to_the_border(tmp_path, antialias, encoding):
-    pictures = random_images(COUNT, (48, 64))
+    images = random_images(COUNT, (48, 64))
     options = {}
     if encoding == "jpeg":
-        pictures = [jpeg_bytes(picture) for picture in pictures]
+        images = [jpeg_bytes(image) for image in images]
         options["stored_shapes"] = np.tile(np.int32([48, 64]), (COUNT, 1))
     spec = image_spec(encoding, (48, 64))
-    ds = H5Dataset(write_packed(tmp_path / "a.h5", pictures, spec=spec, **options))
+    ds = H5Dataset(write_packed(tmp_path / "a.h5", images, spec=spec, **options))
     ops = (augment.RandomResizedCrop(20, scale=(0.3, 1)), augment.RandomVerticalFlip())
     for made, expected in both(ds, augment=ops, antialias=antialias):
         assert_agree(made, expected)
 
 
-def test_pictures_as_they_are_stored(tmp_path):
+def test_images_as_they_are_stored(tmp_path):
     for kind in ("raw", "yuv420", "jpeg", "pad"):
         ds = H5Dataset(write_kind(tmp_path / f"{kind}.h5", kind))
         for made, expected in both(ds, augment=()):
@@ -106,7 +106,7 @@ def test_floats(ds, dtype):
             assert_agree(made, expected)
 
 
-def test_views_of_one_picture(tmp_path):
+def test_views_of_one_image(tmp_path):
     for kind in ("raw", "yuv420", "jpeg"):
         ds = H5Dataset(write_kind(tmp_path / f"{kind}.h5", kind))
         for made, expected in both(ds, views=2):
@@ -114,7 +114,7 @@ def test_views_of_one_picture(tmp_path):
             assert not torch.equal(*made[0])
 
 
-def test_masks_have_their_pictures_geometry(tmp_path):
+def test_masks_have_their_images_geometry(tmp_path):
     rng = np.random.default_rng(0)
     masks = [rng.integers(0, 5, (32, 32, 1), np.uint8) for _ in range(COUNT)]
     ds = H5Dataset(write_packed(tmp_path / "a.h5", random_images(COUNT), masks=masks))
@@ -289,7 +289,7 @@ def test_worker_processes_change_nothing(ds):
 
 
 def damaged_file(path, encoding, bad=(), write=lambda data: data[: len(data) // 2]):
-    """Twelve JPEG pictures; the bytes of those in `bad` are changed after packing."""
+    """Twelve JPEG images; the bytes of those in `bad` are changed after packing."""
     data = [jpeg_bytes(smooth(32, 32, seed)) for seed in range(COUNT)]
     size = (0, 0) if encoding == "original" else (32, 32)
     shapes = np.full((COUNT, 2), 32, np.int32)
@@ -326,7 +326,7 @@ def test_a_damaged_item_is_named_when_its_turn_comes(tmp_path, encoding, write):
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "original"])
-def test_skip_puts_the_same_picture_in_its_place_as_h5loader(tmp_path, encoding):
+def test_skip_puts_the_same_image_in_its_place_as_h5loader(tmp_path, encoding):
     ds = damaged_file(tmp_path / "a.h5", encoding, [2, 3, 11])
     loaders = [make(ds, 4, kind, on_error="skip") for kind in (DaliLoader, H5Loader)]
     for _ in range(2):
@@ -348,7 +348,7 @@ def test_a_batch_without_a_whole_item_is_an_error(tmp_path):
 def test_what_only_dali_refuses_is_found_and_named(tmp_path, on_error):
     """Its bytes are those that were packed, so nothing tells before DALI's pipeline ends."""
     data = [jpeg_bytes(smooth(32, 32, seed)) for seed in range(COUNT)]
-    data[6] = b"no picture, and packed like that"
+    data[6] = b"no image, and packed like that"
     shapes = np.full((COUNT, 2), 32, np.int32)
     spec = image_spec("original", (0, 0))
     ds = H5Dataset(write_packed(tmp_path / "a.h5", data, spec=spec, stored_shapes=shapes))
@@ -598,7 +598,7 @@ def test_the_pipeline_of_a_gpu_can_be_defined(tmp_path, kind):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_gives_the_same_pictures(tmp_path, kind):
+def test_a_gpu_gives_the_same_images(tmp_path, kind):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind, count=40))
     expected = make(ds, kind=H5Loader, antialias=True)
     loader = make(ds, device="gpu", antialias=True)

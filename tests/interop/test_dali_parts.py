@@ -43,15 +43,15 @@ def noise(sizes=SIZES):
     return [rng.integers(0, 256, (*sizes[i % len(sizes)], 3), np.uint8) for i in range(COUNT)]
 
 
-def drawn(pipeline, pictures):
+def drawn(pipeline, images):
     """The parameters of a batch."""
-    sizes = np.array([picture.shape[:2] for picture in pictures])
-    return pipeline.draw(Draws(0, 0, np.arange(len(pictures))), sizes, sizes)
+    sizes = np.array([image.shape[:2] for image in images])
+    return pipeline.draw(Draws(0, 0, np.arange(len(images))), sizes, sizes)
 
 
-def by_kernel(pipeline, params, pictures):
-    out = np.empty((len(pictures), *pipeline.out_shape), pipeline.row_dtype)
-    pipeline.run_cpu(params, 0, pictures, out)
+def by_kernel(pipeline, params, images):
+    out = np.empty((len(images), *pipeline.out_shape), pipeline.row_dtype)
+    pipeline.run_cpu(params, 0, images, out)
     return out
 
 
@@ -72,7 +72,7 @@ def graph(steps, ports, feed):
     return image
 
 
-def by_dali(ops, antialias, params, pictures):
+def by_dali(ops, antialias, params, images):
     steps = make_steps(ops, antialias)
     rows = params.views[0]
     arrays = Box().feed(rows[0])
@@ -82,8 +82,8 @@ def by_dali(ops, antialias, params, pictures):
     pipeline = graph(
         steps,
         ports,
-        lambda: (pictures, *arrays),
-        batch_size=len(pictures),
+        lambda: (images, *arrays),
+        batch_size=len(images),
         num_threads=2,
         device_id=None,
     )
@@ -101,11 +101,11 @@ def assert_close(made, expected, scale=1.0):
 def test_geometry_is_the_kernels_to_the_border(chain, antialias):
     ops = CHAINS[chain]
     pipeline = augment.Pipeline(ops, antialias=antialias)
-    pictures = noise([(40, 60)] if chain == "as they are" else SIZES)
+    images = noise([(40, 60)] if chain == "as they are" else SIZES)
     pipeline.bind((40, 60) if chain == "as they are" else None)
-    params = drawn(pipeline, pictures)
-    expected = by_kernel(pipeline, params, pictures)
-    assert_close(by_dali(ops, antialias, params, pictures), expected)
+    params = drawn(pipeline, images)
+    expected = by_kernel(pipeline, params, images)
+    assert_close(by_dali(ops, antialias, params, images), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -118,12 +118,12 @@ def test_floats(dtype):
         augment.RandomErasing(1, value=(0.5, -3, 9)),
     )
     pipeline = augment.Pipeline(ops)
-    pictures = noise()
+    images = noise()
     pipeline.bind(None)
-    params = drawn(pipeline, pictures)
-    made = by_dali(ops, "auto", params, pictures)
+    params = drawn(pipeline, images)
+    made = by_dali(ops, "auto", params, images)
     assert made.dtype == pipeline.row_dtype
-    expected = by_kernel(pipeline, params, pictures)
+    expected = by_kernel(pipeline, params, images)
     assert_close(made, expected, scale=2 / 255 / 0.5)
     erased = (expected == np.array((0.5, -3, 9), made.dtype)).all(-1)
     assert erased.any()

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on worke
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Forty pictures of 8 px of one color, which is the picture's number."""
-    pictures = [np.full((8, 8, 3), number, np.uint8) for number in range(COUNT)]
-    return write_packed(tmp_path_factory.mktemp("lightning") / "p.h5", pictures)
+    """Forty images of 8 px of one color, which is the image's number."""
+    images = [np.full((8, 8, 3), number, np.uint8) for number in range(COUNT)]
+    return write_packed(tmp_path_factory.mktemp("lightning") / "p.h5", images)
 
 
 class Model(lightning.LightningModule):
@@ -82,7 +82,7 @@ def epochs(model):
     return found
 
 
-def test_every_epoch_has_every_picture_once_in_an_order_of_its_own(tmp_path, path):
+def test_every_epoch_has_every_image_once_in_an_order_of_its_own(tmp_path, path):
     found = epochs(fit(tmp_path, path))
     assert list(found) == [0, 1, 2]
     assert all(sorted(numbers) == list(range(COUNT)) for numbers in found.values())

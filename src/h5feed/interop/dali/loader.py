@@ -28,7 +28,7 @@ __all__ = ["DaliLoader", "pipeline"]
 class DaliLoader(PackedLoader):
     """Batches of an H5Dataset's file, made by NVIDIA DALI: `for images, labels in loader`.
 
-    The same samples and, up to rounding, the same pictures as H5Loader with the same arguments
+    The same samples and, up to rounding, the same images as H5Loader with the same arguments
     (max 2, mean 0.5 of 255): order, crops and flips are h5feed's, on any device, whatever the
     batch size, thread count or world size. Batches, epochs, state and errors are H5Loader's, too.
 
@@ -41,7 +41,7 @@ class DaliLoader(PackedLoader):
         batch_size: samples of a batch, of this rank.
         shuffle: as H5Loader's.
         augment: ops of h5feed.augment, in order.
-        views: differently augmented images per picture, as a tuple.
+        views: how many differently augmented versions of each image to deliver, as a tuple.
         antialias: True, False or "auto", see h5feed.augment.Pipeline.
         device: where batches are made and delivered: "cpu", "cuda" (or "gpu"), or a torch device.
         num_workers: DALI's CPU threads, or "auto", as H5Loader's.

@@ -135,7 +135,7 @@ class Maker:
         return bool(found)
 
     def check(self, indices: NDArray[np.int64], on_damage: OnDamage) -> None:
-        """Raise DamagedItemError where a row holds no picture: its index i is given as ~i."""
+        """Raise DamagedItemError where a row holds no image: its index i is given as ~i."""
         marked = indices[indices < 0]
         if len(marked):
             then = none_whole(len(indices)) if on_damage == "skip" else GO_ON

@@ -24,7 +24,7 @@ _IMAGE = Port("UINT8", 3, "HWC")
 
 
 class Source(Protocol):
-    """The first step: of each picture, per view, the box that the first crop reads."""
+    """The first step: of each image, per view, the box that the first crop reads."""
 
     ports: tuple[Port, ...]
 
@@ -33,7 +33,7 @@ class Source(Protocol):
         ...
 
     def feed(self, indices: Indices, params: Params, blank: Collection[int]) -> list[Any]:
-        """Return a batch for each port; rows in `blank` get a black picture."""
+        """Return a batch for each port; rows in `blank` get a black image."""
         ...
 
     def build(self, nodes: Sequence[Any]) -> list[Any]:
@@ -151,9 +151,9 @@ class _Encoded:
 
 
 class _Converted:
-    """Boxes of NV12 pictures, made RGB by cv2.
+    """Boxes of NV12 images, made RGB by cv2.
 
-    DALI's own operators take 30 times as long on the CPU (1.7 ms a 256x256 picture).
+    DALI's own operators take 30 times as long on the CPU (1.7 ms a 256x256 image).
     """
 
     def __init__(self, pixels: PackedFiles, views: int) -> None:
@@ -166,14 +166,14 @@ class _Converted:
 
     def feed(self, indices: Indices, params: Params, blank: Collection[int]) -> list[Any]:
         """Return RGB boxes of each view."""
-        pictures = [self._pixels.item("images", i) for i in indices.tolist()]
-        return [self._boxes(pictures, view[0][:, :4].tolist()) for view in params.views]
+        images = [self._pixels.item("images", i) for i in indices.tolist()]
+        return [self._boxes(images, view[0][:, :4].tolist()) for view in params.views]
 
-    def _boxes(self, pictures: Sequence[Any], boxes: Sequence[Sequence[int]]) -> list[Any]:
+    def _boxes(self, images: Sequence[Any], boxes: Sequence[Sequence[int]]) -> list[Any]:
         scratch = Scratch()
         made = []
-        for picture, (y, x, h, w) in zip(pictures, boxes, strict=True):
-            made.append(nv12_box(picture, y, x, h, w, scratch).copy())
+        for image, (y, x, h, w) in zip(images, boxes, strict=True):
+            made.append(nv12_box(image, y, x, h, w, scratch).copy())
         return made
 
     def build(self, nodes: Sequence[Any]) -> list[Any]:
@@ -182,7 +182,7 @@ class _Converted:
 
 
 class _Planes:
-    """Boxes of NV12 pictures, copied to a GPU as luma and chroma, half the bytes; RGB there."""
+    """Boxes of NV12 images, copied to a GPU as luma and chroma, half the bytes; RGB there."""
 
     def __init__(self, pixels: PackedFiles, views: int, on_gpu: bool) -> None:
         self._per_view = (*Box.ports * 3, Port("FLOAT", 1))
