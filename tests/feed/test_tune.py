@@ -45,12 +45,13 @@ def test_the_plan_shows_its_evidence():
 
 def test_tune_measures_the_real_loader_within_the_cores_there_are(ds, monkeypatch):
     monkeypatch.setattr("h5feed.feed.options.available_cores", lambda: 3)
+    before = loader_threads()  # another test's may still be ending
     plan = tune(ds, 4, seconds=0.2, augment=(augment.RandomResizedCrop(16),), views=2)
     tried = [(row.num_workers, row.prefetch) for row in plan.evidence]
     assert tried == [(t, p) for t in (1, 2, 3) for p in (2, 4)]
     assert all(row.images_per_s > 0 for row in plan.evidence)
     assert (plan.num_workers, plan.prefetch) in tried
-    assert not loader_threads()
+    assert loader_threads() <= before
     assert exported is tune
 
 

@@ -23,14 +23,14 @@ def test_jobs_run_in_order_on_one_thread():
 def test_threads_are_as_many_as_asked_for_and_end_with_close():
     before = loader_threads()
     pool = WorkerPool(3)
-    assert loader_threads() == before, "no thread before the first job"
+    assert loader_threads() <= before, "no thread before the first job"
     together = threading.Barrier(4)
     for _ in range(3):
         pool.submit(together.wait)
     together.wait(10)
     assert len(loader_threads() - before) == 3
     pool.close()
-    assert loader_threads() == before
+    assert loader_threads() <= before
 
 
 def test_a_closed_pool_starts_again():
@@ -62,7 +62,7 @@ def test_letting_go_of_the_pool_ends_its_threads():
     watch = weakref.ref(pool)
     del pool
     assert watch() is None
-    assert wait_until(lambda: loader_threads() == before)
+    assert wait_until(lambda: loader_threads() <= before)
 
 
 def test_a_job_that_holds_the_pool_may_be_the_last_to_do_so():
@@ -72,7 +72,7 @@ def test_a_job_that_holds_the_pool_may_be_the_last_to_do_so():
     pool.submit(lambda pool=pool: go.wait())
     del pool
     go.set()
-    assert wait_until(lambda: gc.collect() is not None and loader_threads() == before)
+    assert wait_until(lambda: gc.collect() is not None and loader_threads() <= before)
 
 
 def test_a_thread_that_waits_holds_no_job():
