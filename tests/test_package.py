@@ -121,14 +121,14 @@ DISTRIBUTIONS = {
 
 
 def named_extras():
-    """(library, extra) of every call of `require` in the package, and of every `picture`."""
+    """(library, extra) of every call of `require` in the package, and of every `saved_figure`."""
     for path in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             if called == "require" and path.name != "plotting.py":
                 module, extra = (argument.value for argument in node.args)
                 yield module.partition(".")[0], extra
-            if called == "picture":  # plotting.py hands its `extra` on
+            if called == "saved_figure":  # plotting.py hands its `extra` on
                 yield "matplotlib", next(k.value.value for k in node.keywords if k.arg == "extra")
 
 

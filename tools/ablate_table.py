@@ -1,10 +1,10 @@
-"""Turn an ablation's JSON into a page's table and a picture.
+"""Turn an ablation's JSON into a page's table and a plot.
 
     train-h5 ablate TRAIN.h5 --images DIR --json > benchmarks/ablate.json
     python tools/ablate_table.py benchmarks/ablate.json --readme README.md
 
 --readme replaces what stands between `<!-- ablate: begin -->` and `<!-- ablate: end -->`; without
-it the table is printed. --plot draws the picture.
+it the table is printed. --plot draws the plot.
 """
 
 import argparse
@@ -19,12 +19,12 @@ __all__ = ["main"]
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Print the table or put it into its page, and draw the picture."""
+    """Print the table or put it into its page, and draw the plot."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("json", type=Path, help="what train-h5 ablate --json printed")
     parser.add_argument("--readme", type=Path, help="the page to put the table into")
-    parser.add_argument("--plot", type=Path, help="draw the picture here")
+    parser.add_argument("--plot", type=Path, help="draw the plot here")
     options = parser.parse_args(given)
     ablation = from_dict(json.loads(options.json.read_text()))
     if options.readme is None:

@@ -1,12 +1,12 @@
 """Does packing, or our trainer, cost accuracy? CIFAR-10 both ways, same recipe, several seeds.
 
-    python tools/accuracy_check.py CIFAR            all pictures; hours on a CPU, minutes on a GPU
-    python tools/accuracy_check.py CIFAR --quick    4,000 pictures, a small network: a few minutes
+    python tools/accuracy_check.py CIFAR            all images; hours on a CPU, minutes on a GPU
+    python tools/accuracy_check.py CIFAR --quick    4,000 images, a small network: a few minutes
     python tools/accuracy_check.py CIFAR --quick --against plain
 
 Against `files`, the same trainer reads the class folders; against `plain`, a loop of bare torch
 trains from tensors in memory. CIFAR is a folder with train/ and test/ of class folders. Each seed
-gives both sides the same weights, and files the same order of pictures; each draws its own crops.
+gives both sides the same weights, and files the same order of images; each draws its own crops.
 The difference is the mean over seeds of (packed − the other), with its 95 % interval by Student's
 t.
 """
@@ -52,7 +52,7 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folders = {
             split: link_some(options.cifar / split, Path(scratch) / split, count)
-            for split, count in (("train", options.pictures), ("test", options.scored))
+            for split, count in (("train", options.images), ("test", options.scored))
         }
         packed = {split: Path(scratch) / f"{split}.h5" for split in folders}
         for split, folder in folders.items():
@@ -84,22 +84,22 @@ def read_options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a short run for a CPU")
     parser.add_argument("--seeds", type=int, help="at least 2 (default: 5; quick: 3)")
     parser.add_argument("--epochs", type=int, help="(default: 16; quick: 3)")
-    parser.add_argument("--pictures", type=int, help="to train on (default: all; quick: 4000)")
+    parser.add_argument("--images", type=int, help="to train on (default: all; quick: 4000)")
     parser.add_argument("--against", choices=("files", "plain"), default="files")
     parser.add_argument("--json", type=Path, help="write the result here as well")
     options = parser.parse_args(given)
     quick = options.quick
     options.seeds = options.seeds or (3 if quick else 5)
     options.epochs = options.epochs or (3 if quick else 16)
-    options.pictures = options.pictures or (4000 if quick else 50_000)
-    options.scored = options.pictures // 2 if quick else 10_000
+    options.images = options.images or (4000 if quick else 50_000)
+    options.scored = options.images // 2 if quick else 10_000
     if not 2 <= options.seeds <= len(_T95) + 1:
         parser.error(f"--seeds {options.seeds}: a spread needs 2 or more, the table ends at 10")
     return options
 
 
 def link_some(source: Path, folder: Path, count: int) -> Path:
-    """Link the first pictures of each class, `count` in all, and return `folder`."""
+    """Link the first images of each class, `count` in all, and return `folder`."""
     classes = sorted(entry for entry in source.iterdir() if entry.is_dir())
     for entry in classes:
         (folder / entry.name).mkdir(parents=True)
@@ -232,7 +232,7 @@ def report(runs: list[dict[str, float]], options: argparse.Namespace) -> None:
             f"{other}_mean": other_mean,
             "packed_mean": packed,
             "model": model(options),
-            "pictures": options.pictures,
+            "images": options.images,
             "scored": options.scored,
             "epochs": options.epochs,
             "machine": machine.describe(facts),

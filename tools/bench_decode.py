@@ -3,9 +3,9 @@
     python tools/bench_decode.py FILE.h5 ...
 
 For each file packed with --store jpeg or original, and crops of several sizes: CPU time per image
-on one thread to decode the whole picture, only the part that the crop needs, and the smallest
+on one thread to decode the whole image, only the part that the crop needs, and the smallest
 version that libjpeg-turbo's scaled decoding (1/2, 1/4, 1/8) offers above the crop's size; and how
-far the crop made of that version lies from the crop of the whole picture (antialiased both).
+far the crop made of that version lies from the crop of the whole image (antialiased both).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Box = tuple[int, int, int, int]
 
 
 def boxes_of(pixels: PackedFiles, items: np.ndarray, side: int) -> list[Box]:
-    """Return the boxes that RandomResizedCrop(side) reads of each picture."""
+    """Return the boxes that RandomResizedCrop(side) reads of each image."""
     pipeline = Pipeline([RandomResizedCrop(side)])
     pipeline.bind(None)
     params = Drawing(pixels, pipeline)(Draws(0, 0, items), items)
@@ -41,7 +41,7 @@ def boxes_of(pixels: PackedFiles, items: np.ndarray, side: int) -> list[Box]:
 
 
 def scaled(data: bytes, box: Box, side: int) -> np.ndarray:
-    """Decode the whole picture, as small as leaves the box at least `side` long each way."""
+    """Decode the whole image, as small as leaves the box at least `side` long each way."""
     height, width, *_ = simplejpeg.decode_jpeg_header(data)
     most = max(1, min(box[2], box[3]) // side)
     return simplejpeg.decode_jpeg(
@@ -49,14 +49,14 @@ def scaled(data: bytes, box: Box, side: int) -> np.ndarray:
     )
 
 
-def crop(picture: np.ndarray, box: Box, of: tuple[int, int], side: int) -> np.ndarray:
-    """Resize a box of a picture of height and width `of` that is given smaller, antialiased."""
-    down, across = picture.shape[0] / of[0], picture.shape[1] / of[1]
+def crop(image: np.ndarray, box: Box, of: tuple[int, int], side: int) -> np.ndarray:
+    """Resize a box of an image of height and width `of` that is given smaller, antialiased."""
+    down, across = image.shape[0] / of[0], image.shape[1] / of[1]
     y, x = round(box[0] * down), round(box[1] * across)
     h, w = max(1, round(box[2] * down)), max(1, round(box[3] * across))
     out = np.empty((side, side, 3), np.uint8)
     row = [0, 0, h, w, side, side, 0, 0, side, side, 0, 1]
-    crop_image(row, picture[y : y + h, x : x + w], out, (0.0,))
+    crop_image(row, image[y : y + h, x : x + w], out, (0.0,))
     return out
 
 
@@ -120,7 +120,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--count", type=int, default=300, help="pictures (%(default)s)")
+    parser.add_argument("--count", type=int, default=300, help="images (%(default)s)")
     options = parser.parse_args()
     print(describe(machine(options.files[0])))
     for path in options.files:

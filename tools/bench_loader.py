@@ -3,7 +3,7 @@
     python tools/bench_loader.py PHOTOS [--cifar FOLDER] [--ffcv PYTHON] [--json FILE]
     python tools/bench_loader.py --table FILE README.md
 
-PHOTOS and FOLDER hold a folder of pictures per class. All that a row compares takes turns, in
+PHOTOS and FOLDER hold a folder of images per class. All that a row compares takes turns, in
 windows of --seconds; what is shown are medians of --rounds. Rows beside FFCV need an interpreter
 that has it (--ffcv). FFCV's max_resolution keeps the aspect, so it stores about 0.75 of a
 square's pixels, and its crops are made from those; pixels per second are of what is delivered.

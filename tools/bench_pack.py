@@ -2,11 +2,11 @@
 
     python tools/bench_pack.py PHOTOS [--repeat 4] [--ffcv /path/to/python]
 
-Both use the same pictures, the same functions and as many processes, in turns; what is shown
+Both use the same images, the same functions and as many processes, in turns; what is shown
 are medians of `--rounds`. "pool + write" is the pool that also writes its pixels, each to its
 place of one file: what is left of the difference is packing's own. "whole" is the time from
 call to return, start-up and all; "steady" leaves the start-up out: (long run − short run) per
-picture. With --ffcv, an interpreter that has FFCV packs the same pictures with its DatasetWriter
+image. With --ffcv, an interpreter that has FFCV packs the same images with its DatasetWriter
 (raw, longest side at most --size).
 """
 
@@ -58,12 +58,12 @@ def single_thread() -> None:
 
 
 def time_pool(source: Path, size: int, workers: int, *, write: bool = False) -> float:
-    """Seconds of a bare pool over the pictures of `source`."""
+    """Seconds of a bare pool over the images of `source`."""
     with tempfile.NamedTemporaryFile(dir=source.parent) as out:
         began = time.perf_counter()
-        pictures = open_source(source)
+        images = open_source(source)
         (spec,) = field_specs(PackOptions(), (size, size))
-        jobs: list[Any] = [pictures.path(index) for index in range(len(pictures))]
+        jobs: list[Any] = [images.path(index) for index in range(len(images))]
         work: Callable[[Any], int] = partial(decode_and_resize, spec)
         if write:
             work, jobs = partial(decode_and_write, spec, out.name), list(enumerate(jobs))
@@ -74,7 +74,7 @@ def time_pool(source: Path, size: int, workers: int, *, write: bool = False) -> 
 
 
 def time_pack(source: Path, size: int, workers: int) -> float:
-    """Seconds of packing the pictures of `source`."""
+    """Seconds of packing the images of `source`."""
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
         began = time.perf_counter()
         h5feed.packing.pack(source, Path(folder, "out.h5"), size=size, num_workers=workers)
@@ -82,7 +82,7 @@ def time_pack(source: Path, size: int, workers: int) -> float:
 
 
 def time_ffcv(python: str, source: Path, size: int, workers: int) -> float:
-    """Seconds of FFCV's DatasetWriter over the pictures of `source`, its imports not counted."""
+    """Seconds of FFCV's DatasetWriter over the images of `source`, its imports not counted."""
     script = Path(__file__).with_name("bench_pack_ffcv.py")
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
         out = str(Path(folder, "out.beton"))
@@ -135,7 +135,7 @@ def main() -> None:
 
 def report(rounds: dict[str, list[tuple[float, float]]], count: int, repeat: int) -> None:
     """Print img/s, and the median of each round's share of the bare pool."""
-    print(f"{count} and {count * repeat} pictures, {len(rounds['pack'])} rounds, medians, img/s")
+    print(f"{count} and {count * repeat} images, {len(rounds['pack'])} rounds, medians, img/s")
     print(f"{'':14}{'whole':>8}{'':>7}{'steady':>10}")
     bound = rounds["bare pool"]
     for name, seconds in rounds.items():

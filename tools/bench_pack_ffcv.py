@@ -1,4 +1,4 @@
-"""FFCV's DatasetWriter over a folder of pictures; prints the seconds it took.
+"""FFCV's DatasetWriter over a folder of images; prints the seconds it took.
 
 Run by bench_pack.py in an interpreter that has FFCV: SOURCE OUT WORKERS SIZE
 """
@@ -13,7 +13,7 @@ from ffcv.writer import DatasetWriter
 from PIL import Image
 
 
-class Pictures:
+class Images:
     """All JPEG files below a folder, links followed."""
 
     def __init__(self, source: str) -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     began = time.perf_counter()
     image = RGBImageField(write_mode="raw", max_resolution=int(size))
     writer = DatasetWriter(out, {"image": image, "label": IntField()}, num_workers=int(workers))
-    writer.from_indexed_dataset(Pictures(source), chunksize=100)
+    writer.from_indexed_dataset(Images(source), chunksize=100)
     print(time.perf_counter() - began)
 
 

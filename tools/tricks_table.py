@@ -156,7 +156,7 @@ OURS = (
         "Images on the GPU",
         "`--residency auto`",
         "all of them stay there, or in pinned memory",
-        "pictures on the GPU",
+        "images on the GPU",
     ),
     PublishedTrick("TF32", "`--precision tf32`", "in matrix products, too", "TF32"),
     PublishedTrick(

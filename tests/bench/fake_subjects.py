@@ -24,7 +24,7 @@ class Clock:
 
 
 class Fake:
-    """Delivers fresh random pictures; on a `clock`, each batch takes `seconds` of it."""
+    """Delivers fresh random images; on a `clock`, each batch takes `seconds` of it."""
 
     dtype = "uint8"
     layout = "NHWC"
@@ -32,7 +32,7 @@ class Fake:
     files = ()
 
     def __init__(self, params):
-        self.params = {"pictures": 640, "batch": 64, "size": 32} | dict(params)
+        self.params = {"images": 640, "batch": 64, "size": 32} | dict(params)
         self.random = np.random.default_rng(0)
         self.clock = self.params.get("clock", Clock())
         if params.get("fail") == "open":
@@ -48,7 +48,7 @@ class Fake:
         return np.arange(self.params["batch"]) % 10
 
     def epoch(self):
-        for number in range(self.params["pictures"] // self.params["batch"]):
+        for number in range(self.params["images"] // self.params["batch"]):
             yield self.batch(), self.labels(number)
 
     def synchronize(self):
@@ -74,15 +74,15 @@ class Slow(Fake):
         self.times = []
 
     def batch(self):
-        pictures = super().batch()
+        images = super().batch()
         time.sleep(self.params["seconds"])
         self.times.append(time.perf_counter())
-        return pictures
+        return images
 
-    def rate(self, pictures):
-        """Pictures per second of the last `pictures`, by its own times."""
-        batches = pictures // self.params["batch"]
-        return pictures / (self.times[-1] - self.times[-1 - batches])
+    def rate(self, images):
+        """Images per second of the last `images`, by its own times."""
+        batches = images // self.params["batch"]
+        return images / (self.times[-1] - self.times[-1 - batches])
 
 
 class Burning(Fake):
@@ -94,11 +94,11 @@ class Burning(Fake):
 
     def batch(self):
         until = time.process_time() + self.params["burn"]
-        pictures = super().batch()
+        images = super().batch()
         while time.process_time() < until:
             pass
         self.spent.append(time.process_time())
-        return pictures
+        return images
 
 
 class Repeating(Fake):
@@ -144,7 +144,7 @@ class Short(Fake):
 
 
 class OneClass(Fake):
-    """Says that all pictures are of one class."""
+    """Says that all images are of one class."""
 
     def labels(self, number):
         return np.zeros(self.params["batch"], np.int64)

@@ -182,7 +182,7 @@ def test_facts_say_where_and_how(tmp_path, measured):
     _, found = rows_of(tmp_path)
     assert found.facts["versions"]["torch"]
     assert found.facts["options"] == {"seconds": 2.0, "repeats": 3, "final_steps": 3}
-    assert found.title.startswith("resnet9-small at 16 px, 12 pictures, batches of 4")
+    assert found.title.startswith("resnet9-small at 16 px, 12 images, batches of 4")
     assert found.is_smoke
     assert asdict(found)
 

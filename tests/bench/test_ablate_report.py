@@ -24,7 +24,7 @@ def ablation():
                 ratio=3.0),
             Row(name="all but AMP", group="without", tricks=("H5Loader",), error="no bf16"),
         ),
-        pictures=1000,
+        images=1000,
         batch_size=10,
         machine="2-core VM",
         facts={"versions": {"torch": "2"}},
@@ -68,8 +68,8 @@ def test_json_brings_it_back(ablation):
 
 
 def test_a_smoke_run_is_said_to_be_one(ablation):
-    small = from_dict(as_dict(ablation) | {"pictures": 20})
-    assert "Smoke run: 20 pictures are too few for batches of 10" in as_text(small)
+    small = from_dict(as_dict(ablation) | {"images": 20})
+    assert "Smoke run: 20 images are too few for batches of 10" in as_text(small)
 
 
 def test_it_draws(ablation, tmp_path):

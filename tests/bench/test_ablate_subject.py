@@ -36,11 +36,11 @@ def test_each_batch_comes_after_the_step_made_with_it(subject):
 
 def test_it_is_measured_as_any_loader_is(subject):
     one = subject()
-    expected = Expectation(pictures=12, batch_size=4, height=16, width=16)
+    expected = Expectation(images=12, batch_size=4, height=16, width=16)
     assert verify(one, expected, 0.0).distinct > 0.5
     window = warm_window(one, expected, seconds=0.01, settle=0.0)
-    assert window.pictures >= 4
-    assert one._trial.step.count * 4 >= window.pictures + window.warmup_pictures
+    assert window.images >= 4
+    assert one._trial.step.count * 4 >= window.images + window.warmup_images
 
 
 def test_epochs_differ(subject):
@@ -67,7 +67,7 @@ def test_synthetic_rows_have_no_final_loss(subject):
     assert one.extra()["final_loss"] is None
 
 
-def test_rows_train_on_the_same_pictures_from_the_same_weights(subject):
+def test_rows_train_on_the_same_images_from_the_same_weights(subject):
     losses = [subject(final_steps=3, implementation=kind) for kind in ("for-loop", "foreach")]
     for one in losses:
         list(one.epoch())

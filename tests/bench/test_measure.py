@@ -17,7 +17,7 @@ from bench.fake_subjects import (
 )
 from h5feed.bench import measure
 
-EXPECTED = measure.Expectation(pictures=640, batch_size=64, height=32, width=32)
+EXPECTED = measure.Expectation(images=640, batch_size=64, height=32, width=32)
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def test_a_window_is_what_the_clock_says(clock, seconds):
     subject = Fake({"seconds": seconds, "clock": clock})
     window = warm(subject, seconds=0.6)
     assert window.rate == pytest.approx(64 / seconds)
-    assert window.pictures == 64 * max(round(0.6 / seconds), 5 if seconds == 0.5 else 6)
-    assert window.warmup_pictures == 3 * 64
+    assert window.images == 64 * max(round(0.6 / seconds), 5 if seconds == 0.5 else 6)
+    assert window.warmup_images == 3 * 64
     assert window.first_batch_seconds == pytest.approx(seconds)
 
 
@@ -48,7 +48,7 @@ def test_slow_subject_is_measured_within_ten_percent():
     for _ in range(5):  # the median: a pause may fall between a batch and the look at the clock
         subject = Slow({"seconds": 0.02})
         window = warm(subject)
-        ratios.append(window.rate / subject.rate(window.pictures))
+        ratios.append(window.rate / subject.rate(window.images))
         assert window.rate < 64 / 0.02
     assert statistics.median(ratios) == pytest.approx(1, rel=0.1)
 
@@ -56,7 +56,7 @@ def test_slow_subject_is_measured_within_ten_percent():
 def test_cpu_seconds_are_those_of_the_work():
     subject = Burning({"burn": 0.02})
     window = warm(subject, seconds=0.5)
-    spent = subject.spent[-1] - subject.spent[-1 - window.pictures // 64]
+    spent = subject.spent[-1] - subject.spent[-1 - window.images // 64]
     # The system counts in ticks of 10 ms.
     assert window.cpu_seconds == pytest.approx(spent, rel=0.1, abs=0.03)
 
@@ -69,7 +69,7 @@ def test_sleeping_costs_no_cpu():
 def test_honest_subject_passes_and_is_counted(clock):
     check = measure.verify(Fake({"clock": clock}), EXPECTED, 3.0)
     assert check.epochs == 2
-    assert check.pictures == 25 * 64
+    assert check.images == 25 * 64
     assert check.distinct == 1.0
     assert check.startup_seconds == 0.125
 
@@ -77,8 +77,8 @@ def test_honest_subject_passes_and_is_counted(clock):
 @pytest.mark.parametrize(
     ("subject", "said"),
     [
-        (Repeating, r"only \d+% of its pictures differ from one another: it repeats"),
-        (Short, r"delivered 512 pictures in one epoch of 640 \(or 640 without the last"),
+        (Repeating, r"only \d+% of its images differ from one another: it repeats"),
+        (Short, r"delivered 512 images in one epoch of 640 \(or 640 without the last"),
         (Floats, r"delivered float32; it said uint8"),
     ],
 )
@@ -94,7 +94,7 @@ def test_wrong_size_fails():
 
 def test_labels_of_one_class_fail_where_the_classes_are_known(clock):
     expected = measure.Expectation(
-        pictures=640,
+        images=640,
         batch_size=64,
         height=32,
         width=32,
@@ -111,17 +111,17 @@ def test_a_subject_that_cheats_only_under_the_clock_fails(clock):
 
 
 def test_short_epoch_under_the_clock_fails(clock):
-    with pytest.raises(measure.DishonestError, match="delivered 512 pictures in one epoch"):
+    with pytest.raises(measure.DishonestError, match="delivered 512 images in one epoch"):
         warm(Short({"clock": clock}), seconds=1.5)
 
 
 def test_a_ceiling_may_repeat(clock):
-    ceiling = measure.Expectation(pictures=640, batch_size=64, height=32, width=32, ceiling=True)
-    assert warm(Repeating({"clock": clock}), expected=ceiling).pictures > 0
+    ceiling = measure.Expectation(images=640, batch_size=64, height=32, width=32, ceiling=True)
+    assert warm(Repeating({"clock": clock}), expected=ceiling).images > 0
 
 
 def test_last_incomplete_batch_may_be_dropped(clock):
-    expected = measure.Expectation(pictures=650, batch_size=64, height=32, width=32)
+    expected = measure.Expectation(images=650, batch_size=64, height=32, width=32)
     assert measure.verify(Fake({"clock": clock}), expected, 1.5).epochs == 1
 
 
@@ -137,15 +137,15 @@ def test_channels_first_is_probed_as_well():
 
 def test_cold_window_counts_from_the_first_batch(clock):
     window = measure.cold_window(Fake({"seconds": 0.01, "clock": clock}), seconds=60)
-    assert window.warmup_pictures == 64
-    assert window.pictures == 640 - 64
+    assert window.warmup_images == 64
+    assert window.images == 640 - 64
     assert window.rate == pytest.approx(64 / 0.01)
     assert window.first_batch_seconds == pytest.approx(0.01)
 
 
 def test_cold_window_ends_when_its_time_is_over(clock):
     window = measure.cold_window(Fake({"seconds": 1.0, "clock": clock}), seconds=2.5)
-    assert window.pictures == 3 * 64
+    assert window.images == 3 * 64
 
 
 @pytest.mark.parametrize(
@@ -181,5 +181,5 @@ def test_whole_epochs_count_from_the_asking_to_the_end(clock):
     assert rates == pytest.approx([640 / 1.25] * 2)
     rates = measure.whole_epochs(Wasteful({"clock": clock}), EXPECTED, seconds=0.1)
     assert rates == pytest.approx([640 / 2.5])
-    with pytest.raises(measure.DishonestError, match="delivered 512 pictures in one epoch"):
+    with pytest.raises(measure.DishonestError, match="delivered 512 images in one epoch"):
         measure.whole_epochs(Short({"clock": clock}), EXPECTED, seconds=0.1)

@@ -69,7 +69,7 @@ def test_install_reports_what_cannot_be_installed(tmp_path, monkeypatch):
     assert "ERROR" in why
 
 
-COLD = {"rate": 123.0, "read_bytes_per_picture": 1.0, "resident_before": 0.0}
+COLD = {"rate": 123.0, "read_bytes_per_image": 1.0, "resident_before": 0.0}
 
 
 def result(variant, workers, rates, run="monday"):
@@ -99,7 +99,7 @@ def result(variant, workers, rates, run="monday"):
         "kind": "loading",
         "left_out": [],
         "machine": "a machine",
-        "pictures": 1000,
+        "images": 1000,
         "batch_size": 256,
         "outcomes": outcomes,
         "facts": {
@@ -165,14 +165,14 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(tmp_path, monkey
 
     monkeypatch.setattr(run, "measure", measure)
     (tmp_path / "images/cat").mkdir(parents=True)
-    json_file, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    json_file, plot = tmp_path / "peers.json", tmp_path / "peers.png"
     arguments = ["--variants", "raw", "--workers", "1", "2", "--json", str(json_file)]
     arguments += ["--run", "monday"]
-    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), *arguments, "--plot", str(picture)])
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), *arguments, "--plot", str(plot)])
     assert run.main() == (130 if interrupted else 0)
     kept = [(r["variant"], r["workers"]) for r in json.loads(json_file.read_text())]
     assert kept == [("raw", 1), ("raw", 2)][: 1 if interrupted else 2]
-    assert picture.exists()
+    assert plot.exists()
     if interrupted:  # the same command goes on with what is missing
         monkeypatch.setattr(run, "measure", lambda *_: result("raw", 2, FASTER))
         assert run.main() == 0
@@ -240,8 +240,8 @@ def test_original_files_are_measured_with_the_most_workers_only(tmp_path):
     assert measured == [("raw", 1), ("raw", 2), ("jpeg", 1), ("jpeg", 2), ("original", 2)]
 
 
-def test_picture_shows_failures_too(tmp_path):
-    from picture import save_peers_plot
+def test_plot_shows_failures_too(tmp_path):
+    from plot import save_peers_plot
 
     save_peers_plot([result("raw", 1, RATES), result("raw", 2, RATES)], tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000

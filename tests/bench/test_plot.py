@@ -10,7 +10,7 @@ from h5feed.bench.report import Report
 
 
 def outcome(name, *rates, ceiling=False, cold=None):
-    ran = None if cold is None else Cold(rate=cold, read_bytes_per_picture=1, resident_before=0)
+    ran = None if cold is None else Cold(rate=cold, read_bytes_per_image=1, resident_before=0)
     return Outcome(name=name, ceiling=ceiling, rates=rates, cold=ran)
 
 
@@ -22,7 +22,7 @@ REPORT = Report(
         outcome("bare", 25_000.0, ceiling=True),
         outcome("disk, cold", 5_000.0, ceiling=True),
     ),
-    pictures=5000,
+    images=5000,
     batch_size=64,
     machine="2-core thing",
     facts={"versions": {"torch": "2.13"}},
@@ -49,7 +49,7 @@ def test_cold_runs_and_their_ceiling_are_a_group_of_their_own(tmp_path, monkeypa
 
 
 def test_smoke_run_shows_no_speed_up():
-    assert [bar.says[1] for bar in bars(replace(REPORT, pictures=10))] == ["", "", ""]
+    assert [bar.says[1] for bar in bars(replace(REPORT, images=10))] == ["", "", ""]
 
 
 def test_a_failed_loader_is_shown_as_failed():
@@ -59,7 +59,7 @@ def test_a_failed_loader_is_shown_as_failed():
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_picture_is_written(tmp_path, ending):
+def test_image_is_written(tmp_path, ending):
     save_plot(REPORT, tmp_path / f"a.{ending}")
     assert (tmp_path / f"a.{ending}").stat().st_size > 5000
     if ending == "png":

@@ -21,14 +21,14 @@ SLOW = Outcome(
     private_bytes=300_000_000,
     startup_seconds=0.5,
     disk_bytes=2_000_000,
-    cold=Cold(rate=50.0, read_bytes_per_picture=100.0, resident_before=0.0),
+    cold=Cold(rate=50.0, read_bytes_per_image=100.0, resident_before=0.0),
 )
 FAST = Outcome(name="H5Loader", ceiling=False, rates=(800.0, 810.0, 790.0), note="quick")
 BARE = Outcome(name="bare", ceiling=True, rates=(1000.0,))
 REPORT = Report(
     title="a test",
     outcomes=(SLOW, FAST, BARE),
-    pictures=1000,
+    images=1000,
     batch_size=100,
     machine="2-core thing",
     left_out=("DALI: not installed",),
@@ -67,7 +67,7 @@ def test_text_fits_a_terminal(kind):
         SLOW,
         name="make_dataloader(H5Dataset)",
         rates=(110_000.0, 120_000.0, 990_000.0),
-        cold=replace(SLOW.cold, rate=100_000.0, read_bytes_per_picture=1_500_000.0),
+        cold=replace(SLOW.cold, rate=100_000.0, read_bytes_per_image=1_500_000.0),
         cpu_seconds_per_1000=12.34,
         private_bytes=20_000_000_000,
         startup_seconds=123.45,
@@ -100,11 +100,11 @@ def test_headline_compares_the_fastest_with_the_first_and_the_ceiling():
     assert headline(REPORT) == "H5Loader: 800 img/s, 8.0 × folder (100 img/s); 80% of [bare]."
 
 
-@pytest.mark.parametrize(("pictures", "smoke"), [(399, True), (400, False)])
-def test_a_small_set_is_a_smoke_run(pictures, smoke):
-    report = replace(REPORT, pictures=pictures)
+@pytest.mark.parametrize(("images", "smoke"), [(399, True), (400, False)])
+def test_a_small_set_is_a_smoke_run(images, smoke):
+    report = replace(REPORT, images=images)
     assert report.is_smoke == smoke
-    assert headline(report).startswith("Smoke run: 399 pictures") == smoke
+    assert headline(report).startswith("Smoke run: 399 images") == smoke
     assert as_dict(report)["smoke"] == smoke
     assert ("×" in as_text(report).partition("±:")[0]) != smoke
 

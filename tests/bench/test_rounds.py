@@ -15,7 +15,7 @@ def entry(kind, *, name=None, required=True, files=(), **params):
         name=name or kind,
         command=(sys.executable, str(Path(__file__).with_name("fake_subjects.py")), kind),
         params=params,
-        expected=Expectation(pictures=640, batch_size=64, height=32, width=32),
+        expected=Expectation(images=640, batch_size=64, height=32, width=32),
         files=files,
         required=required,
     )
@@ -41,7 +41,7 @@ def test_subjects_take_turns_and_slow_is_slow():
 
 def test_a_cheat_fails_the_run():
     with pytest.raises(
-        SubjectError, match=r"Repeating: DishonestError: only \d+% of its pictures"
+        SubjectError, match=r"Repeating: DishonestError: only \d+% of its images"
     ) as caught:
         run([entry("Fake"), entry("Repeating")], SCHEDULE)
     assert caught.value.dishonest

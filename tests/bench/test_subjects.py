@@ -41,7 +41,7 @@ def params(root, store):
 
 
 EXPECTED = measure.Expectation(
-    pictures=COUNT, batch_size=BATCH, height=CROP, width=CROP, label_counts=(6, 7, 7)
+    images=COUNT, batch_size=BATCH, height=CROP, width=CROP, label_counts=(6, 7, 7)
 )
 
 LOADERS = [subjects.SwappedIn, subjects.ReadyMade, subjects.LoaderOnCpu]
@@ -52,7 +52,7 @@ LOADERS = [subjects.SwappedIn, subjects.ReadyMade, subjects.LoaderOnCpu]
 def test_loaders_deliver_what_they_are_asked_for(root, kind, store):
     subject = kind(params(root, store))
     check = measure.verify(subject, EXPECTED, 0.01)
-    assert check.pictures >= COUNT
+    assert check.images >= COUNT
     assert check.epochs >= 1
     subject.close()
 
@@ -71,13 +71,13 @@ def test_dali_delivers_it_too(root):
     subject.close()
 
 
-def test_folder_reads_just_the_packed_pictures(root):
+def test_folder_reads_just_the_packed_images(root):
     subject = subjects.Folder(params(root, "raw"))
     assert len(subject.files) == COUNT
     assert all(name.startswith(str(root / "images")) for name in subject.files)
 
 
-def test_small_jpegs_are_the_stored_pictures_each_in_its_class(root, tmp_path):
+def test_small_jpegs_are_the_stored_images_each_in_its_class(root, tmp_path):
     write_small(root / "raw.h5", tmp_path, 2)
     assert len(list(tmp_path.glob("*/*.jpg"))) == COUNT
     with Image.open(tmp_path / "000002/000000019.jpg") as image:
@@ -131,7 +131,7 @@ def test_usual_h5py_is_float_between_0_and_1(root):
 
 
 @pytest.mark.parametrize("store", ["raw", "yuv420", "jpeg", "original"])
-def test_kernel_ceiling_crops_every_picture(root, store):
+def test_kernel_ceiling_crops_every_image(root, store):
     ceiling = ceilings.Kernel(params(root, store))
     seen = [images.copy() for images, _ in ceiling.epoch()]
     assert [len(images) for images in seen] == [BATCH] * (COUNT // BATCH)
@@ -141,7 +141,7 @@ def test_kernel_ceiling_crops_every_picture(root, store):
     ceiling.close()
 
 
-def test_region_kernel_makes_the_whole_kernels_pictures(root):
+def test_region_kernel_makes_the_whole_kernels_images(root):
     made = []
     for kind in (ceilings.Kernel, ceilings.RegionKernel):
         random.seed(0)
@@ -151,7 +151,7 @@ def test_region_kernel_makes_the_whole_kernels_pictures(root):
     assert made[0].tobytes() == made[1].tobytes()
 
 
-def test_gather_ceiling_copies_every_picture_once(root):
+def test_gather_ceiling_copies_every_image_once(root):
     ceiling = ceilings.Gather(params(root, "raw"))
     seen = np.concatenate([images.copy() for images, _ in ceiling.epoch()])
     whole = ceiling._pixels.whole("images")

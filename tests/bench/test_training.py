@@ -20,7 +20,7 @@ PARAMS = {
 
 
 def test_break_even():
-    # 1000 pictures: 10 s from the folder, 2 s packed; 40 s of packing are earned back in 5 epochs.
+    # 1000 images: 10 s from the folder, 2 s packed; 40 s of packing are earned back in 5 epochs.
     assert break_even_epochs(40.0, 1000, 100.0, 500.0) == pytest.approx(5.0)
     assert break_even_epochs(40.0, 1000, 100.0, 100.0) is None
     assert break_even_epochs(40.0, 1000, 100.0, 50.0) is None
@@ -32,7 +32,7 @@ def test_model_is_chosen_by_device():
     assert TrainOptions(model="resnet9").chosen("cuda") == "resnet9"
 
 
-def test_tiny_takes_pictures_of_any_usual_size():
+def test_tiny_takes_images_of_any_usual_size():
     for size in (32, 224):
         assert tiny(7)(torch.zeros(2, 3, size, size)).shape == (2, 7)
 

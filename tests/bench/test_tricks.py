@@ -68,7 +68,7 @@ def test_without_torchvision_h5loader_is_all_there_is(tmp_path, monkeypatch):
         ("pinned memory", {"pin_memory": True}),
         ("packed file", {"loader": "dataloader"}),
         ("crop on the GPU", {"augment_on": "device"}),
-        ("pictures on the GPU", {"residency": "auto"}),
+        ("images on the GPU", {"residency": "auto"}),
         ("cuDNN autotuner", {"cudnn_benchmark": True}),
         ("TF32", {"precision": "tf32"}),
         ("AMP, bf16", {"precision": "bf16"}),

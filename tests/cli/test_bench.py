@@ -42,7 +42,7 @@ def test_json_tells_everything_of_every_loader(packed, capsys, monkeypatch):
         assert row["images_per_second"] > 0, row["name"]
         assert len(row["rates"]) == 2
         assert row["error"] is None
-    assert rows["H5Loader"]["checked_pictures"] >= 24
+    assert rows["H5Loader"]["checked_images"] >= 24
     assert rows["h5py, the usual way"]["dtype"] == "float32"
     assert rows["bare crop loop"]["ceiling"]
     assert told["facts"]["machine"]["cores"] >= 1
@@ -54,17 +54,17 @@ def test_json_tells_everything_of_every_loader(packed, capsys, monkeypatch):
 def test_small_set_is_a_smoke_run_without_a_headline(packed, capsys):
     assert bench(packed, "--only", "H5Loader", "H5Dataset +", "--batch-size", "8") == 0
     out = capsys.readouterr().out
-    assert "Smoke run: 24 pictures are fewer than 4 batches of 8." in out
+    assert "Smoke run: 24 images are fewer than 4 batches of 8." in out
     assert "×" not in out.partition("Smoke run")[2]
 
 
 def test_markdown_and_plot(packed, capsys, tmp_path):
-    picture = tmp_path / "bench.png"
-    assert bench(packed, "--only", "H5Dataset", "bare", "--markdown", "--plot", str(picture)) == 0
+    plot = tmp_path / "bench.png"
+    assert bench(packed, "--only", "H5Dataset", "bare", "--markdown", "--plot", str(plot)) == 0
     out = capsys.readouterr().out
     assert "| H5Dataset + DataLoader |" in out
     assert "| [bare crop loop] |" in out
-    with Image.open(picture) as image:
+    with Image.open(plot) as image:
         assert image.width > 800
 
 
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_a_running_measurement(packed):
 def test_wrong_folder_is_named(packed, tmp_path, capsys):
     assert bench(packed, "--images", str(tmp_path)) == 2
     said = capsys.readouterr().err
-    assert f"images={tmp_path} lacks 24 of the 24 pictures of the file" in said
+    assert f"images={tmp_path} lacks 24 of the 24 images of the file" in said
     assert "give the folder it was packed from" in said
 
 
@@ -185,7 +185,7 @@ def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
     assert "--model 'none' is not known" in capsys.readouterr().err
 
 
-def test_a_crop_is_what_the_pictures_have_and_a_larger_one_is_said(packed):
+def test_a_crop_is_what_the_images_have_and_a_larger_one_is_said(packed):
     pixels = PackedFiles([packed / "data.h5"])
     usual = CompareOptions().for_file(pixels)
     assert (usual.side, usual.batch) == (32, 24)
@@ -195,13 +195,13 @@ def test_a_crop_is_what_the_pictures_have_and_a_larger_one_is_said(packed):
     assert crop_in_words(pixels, CompareOptions(crop=16).for_file(pixels)) == "16²"
 
 
-def test_pictures_of_their_own_sizes_are_cropped_as_usual(tmp_path):
+def test_images_of_their_own_sizes_are_cropped_as_usual(tmp_path):
     original = write_kind(tmp_path / "a.h5", "original", 3)
     assert CompareOptions().for_file(PackedFiles([original])).side == 224
 
 
 @pytest.mark.parametrize(
-    ("given", "pictures", "batch"),
+    ("given", "images", "batch"),
     [
         ({}, 100_000, 256),
         ({}, 1024, 256),
@@ -215,8 +215,8 @@ def test_pictures_of_their_own_sizes_are_cropped_as_usual(tmp_path):
         ({"batch_size": 300, "quick": True}, 1000, 300),
     ],
 )
-def test_a_small_set_gets_small_batches(given, pictures, batch):
-    assert CompareOptions(**given).for_set_of(pictures).batch_size == batch
+def test_a_small_set_gets_small_batches(given, images, batch):
+    assert CompareOptions(**given).for_set_of(images).batch_size == batch
 
 
 def test_sweep_measures_worker_counts_and_batch_sizes(monkeypatch):

@@ -8,7 +8,7 @@ from h5feed.bench.ablation import Ablation, Row
 
 TOOLS = str(Path(__file__).parents[2] / "tools")
 ROW = Row(name="the plain loop", group="cumulative", tricks=(), rates=(100.0, 120.0))
-ABLATION = Ablation(title="a title", rows=(ROW,), pictures=900, batch_size=4, machine="a machine")
+ABLATION = Ablation(title="a title", rows=(ROW,), images=900, batch_size=4, machine="a machine")
 
 
 @pytest.fixture

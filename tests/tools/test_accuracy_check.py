@@ -34,7 +34,7 @@ def test_both_sides_are_trained_for_each_seed(tool, tmp_path, capsys, other):
 
     for split, count in (("train", 128), ("test", 40)):
         draw_folder(tmp_path / split, count, (32, 32), classes=2)
-    args = [str(tmp_path), "--quick", "--seeds", "2", "--epochs", "1", "--pictures", "128"]
+    args = [str(tmp_path), "--quick", "--seeds", "2", "--epochs", "1", "--images", "128"]
     assert tool.main([*args, "--against", other, "--json", str(tmp_path / "out.json")]) == 0
     said = capsys.readouterr().out
     assert f"packed − {other} = " in said

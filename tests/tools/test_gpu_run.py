@@ -123,7 +123,7 @@ def test_a_loader_that_fails_is_told_in_its_row(gpu_run, tmp_path):
     config = gpu_run.training_config(file, scale.models[0], scale, on_gpu=False)
     found = [way for way in gpu_run.ways(_photos(file), (1,), workers=0) if way.ceiling]
     taking = [*found, Way(name="broken", open=broken, threads=1)]
-    rows = measure_loaders(config, taking, pictures=16, seconds=0.02, repeats=1)
+    rows = measure_loaders(config, taking, images=16, seconds=0.02, repeats=1)
     assert rows[0]["images_per_second"] > 0
     assert rows[1]["error"] == "ImportError: no such library"
     assert rows[1]["images_per_second"] is None
@@ -175,7 +175,7 @@ def test_tables_are_made_of_the_files_alone(gpu_run, results, capsys, tmp_path):
         "Training h5feed.bench.trained:tiny",
         "CIFAR-10, gpu.speednet:small",
         "Loaders alone, crops of 32 px",
-        "Ops on a batch of 8 pictures",
+        "Ops on a batch of 8 images",
         "the plain loop",
     ):
         assert title in text
@@ -196,7 +196,7 @@ def test_no_results_no_tables(gpu_run, tmp_path):
         gpu_run.main(["--tables", "--out", str(tmp_path)])
 
 
-def test_few_pictures_are_repeated(gpu_run, tmp_path):
+def test_few_images_are_repeated(gpu_run, tmp_path):
     from gpu.data import draw_folder, repeat_folder
 
     draw_folder(tmp_path / "a", 6, (8, 8), classes=3)
@@ -207,10 +207,10 @@ def test_few_pictures_are_repeated(gpu_run, tmp_path):
     assert {path.parent.name for path in files} == {"class000", "class001", "class002"}
 
 
-def test_a_folder_without_pictures_is_said(gpu_run, tmp_path):
+def test_a_folder_without_images_is_said(gpu_run, tmp_path):
     from gpu.data import repeat_folder
 
-    with pytest.raises(SystemExit, match="holds no pictures: give a folder of class folders"):
+    with pytest.raises(SystemExit, match="holds no images: give a folder of class folders"):
         repeat_folder(tmp_path, tmp_path / "b", 3)
 
 
@@ -252,7 +252,7 @@ RIVALS = {"DALI, files": "nvidia.dali", "torchvision nvJPEG": "torchvision"}
 
 @pytest.mark.parametrize("name", [*RIVALS, "DaliLoader, raw", "DaliLoader, jpeg", "H5Loader, jpeg"])
 def test_what_decodes_on_a_gpu_runs_on_the_cpu_as_well(gpu_run, photos, name):
-    """Every picture once an epoch, as the measuring checks."""
+    """Every image once an epoch, as the measuring checks."""
     from gpu.loading import measure_loaders
 
     pytest.importorskip(RIVALS.get(name, "nvidia.dali"))
@@ -261,7 +261,7 @@ def test_what_decodes_on_a_gpu_runs_on_the_cpu_as_well(gpu_run, photos, name):
     scale = gpu_run.SMALL
     config = gpu_run.training_config(photos.raw, scale.models[0], scale, on_gpu=False)
     taking = [way for way in gpu_run.ways(photos, (1,), workers=1) if way.name == name]
-    (row,) = measure_loaders(config, taking, pictures=24, seconds=0.02, repeats=1, trains=False)
+    (row,) = measure_loaders(config, taking, images=24, seconds=0.02, repeats=1, trains=False)
     assert row["error"] is None
     assert row["images_per_second"] > 0
 
@@ -304,7 +304,7 @@ def test_memory_is_that_of_one_loader_among_several(gpu_run):
     gpu = FakeGpu()
     share = Share(torch.device("cuda"), gpu)
     before = share.now()
-    gpu.allocated, gpu.reserved, gpu.used = 600, 900, 1600  # pictures: torch took 600 of the driver
+    gpu.allocated, gpu.reserved, gpu.used = 600, 900, 1600  # images: torch took 600 of the driver
     share.opened(before)
     gpu.used = 1850  # and another library 250
     share.tried(before)

@@ -17,7 +17,7 @@ def speednet(monkeypatch):
 
 
 def correlated(count=64, size=8):
-    """Pictures whose channels and neighbours go together, as in photographs."""
+    """Images whose channels and neighbours go together, as in photographs."""
     draws = torch.Generator().manual_seed(0)
     coarse = torch.randn(count, 1, size // 2, size // 2, generator=draws)
     fine = torch.randn(count, 3, size, size, generator=draws)

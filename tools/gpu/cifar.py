@@ -38,7 +38,7 @@ __all__ = ["recipe", "train_seeds"]
 ANCHORS = "airbench 94 % in 2.6 s; hlb-CIFAR10 94 % in 6.3 s; FFCV 92.6 % in 36 s (all on one A100)"
 _WARMUP_STEPS = 5
 _WHITENED_BY = 5000
-"""Pictures, as many as there."""
+"""Images, as many as there."""
 
 
 def recipe(train: Path, val: Path, *, epochs: int, on_gpu: bool) -> TrainConfig:
@@ -149,11 +149,11 @@ def _run(trial: Trial, config: TrainConfig, target: float) -> dict[str, Any]:
 
 
 def _whiten(net: Network, train: Path) -> None:
-    """Set the first layer by some of the pictures."""
+    """Set the first layer by some of the images."""
     ds = H5Dataset(train)
-    pictures = torch.stack([ds[index][0] for index in range(min(len(ds), _WHITENED_BY))])
+    images = torch.stack([ds[index][0] for index in range(min(len(ds), _WHITENED_BY))])
     assert isinstance(net.model, SpeedNet)
-    net.model.whiten((pictures - net.mean) / net.std)
+    net.model.whiten((images - net.mean) / net.std)
 
 
 def _score(trial: Trial, data: Data) -> float:

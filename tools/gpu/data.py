@@ -1,4 +1,4 @@
-"""Pictures to train on: given folders, repeated as often as it takes, or drawn; and packed."""
+"""Images to train on: given folders, repeated as often as it takes, or drawn; and packed."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ class Photos:
     jpeg: Path
     """Packed as JPEG of the same size."""
     drawn: bool
-    """Whether the pictures were drawn: speeds mean something then, accuracies nothing."""
+    """Whether the images were drawn: speeds mean something then, accuracies nothing."""
 
 
 def prepare_photos(given: Path | None, scratch: Path, *, count: int, side: int) -> Photos:
@@ -81,10 +81,10 @@ def _whole(folder: Path) -> Iterator[Path | None]:
 
 
 def repeat_folder(given: Path, folder: Path, count: int) -> None:
-    """Fill `folder` with links to the pictures of `given`, each as often as `count` takes."""
+    """Fill `folder` with links to the images of `given`, each as often as `count` takes."""
     files = sorted(p for p in given.rglob("*") if p.suffix.lower() in _SUFFIXES)
     if not files:
-        raise SystemExit(f"--photos {given} holds no pictures: give a folder of class folders")
+        raise SystemExit(f"--photos {given} holds no images: give a folder of class folders")
     for number in range(max(count, len(files))):
         source = files[number % len(files)].resolve()
         place = folder / source.parent.name / f"{number // len(files)}-{source.name}"
@@ -106,7 +106,7 @@ def _draw(folder: Path, size: tuple[int, int], classes: int, number: int) -> Non
     rng, label = np.random.default_rng(number), number % classes
     color = np.random.default_rng(10_000 + label).integers(60, 196, 3)
     coarse = np.clip(color + rng.normal(0, 40, (12, 16, 3)), 0, 255).astype(np.uint8)
-    picture = Image.fromarray(coarse).resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    image = Image.fromarray(coarse).resize((size[1], size[0]), Image.Resampling.BICUBIC)
     noise = rng.integers(-8, 9, (*size, 1))
-    pixels = np.clip(np.asarray(picture, dtype=np.int16) + noise, 0, 255).astype(np.uint8)
+    pixels = np.clip(np.asarray(image, dtype=np.int16) + noise, 0, 255).astype(np.uint8)
     Image.fromarray(pixels).save(folder / f"class{label:03}" / f"{number:06}.jpg", quality=90)

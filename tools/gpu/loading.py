@@ -66,7 +66,7 @@ def measure_loaders(
     config: TrainConfig,
     taking: Sequence[Way],
     *,
-    pictures: int,
+    images: int,
     seconds: float,
     repeats: int,
     trains: bool = True,
@@ -81,7 +81,7 @@ def measure_loaders(
         found = [_Taking(way) for way in taking]
         expected = partial(
             measure.Expectation,
-            pictures=pictures,
+            images=images,
             batch_size=config.batch_size,
             height=trial.data.size,
             width=trial.data.size,
@@ -148,7 +148,7 @@ def _rate(one: _Taking) -> float | None:
 
 def _row(one: _Taking, ceiling: float | None) -> dict[str, Any]:
     rate = _rate(one)
-    pictures = sum(window.pictures for window in one.windows)
+    images = sum(window.images for window in one.windows)
     share = rate / ceiling if rate and ceiling else None
     return {
         "name": one.way.name,
@@ -158,8 +158,8 @@ def _row(one: _Taking, ceiling: float | None) -> dict[str, Any]:
         "rates": [window.rate for window in one.windows],
         "share_of_ceiling": share,
         "input_bound": None if share is None or one.way.ceiling else 1 - share,
-        "cpu_seconds_per_1000": 1000 * sum(w.cpu_seconds for w in one.windows) / pictures
-        if pictures
+        "cpu_seconds_per_1000": 1000 * sum(w.cpu_seconds for w in one.windows) / images
+        if images
         else None,
         "device_bytes": one.memory.total if one.memory else None,
         "error": one.error,

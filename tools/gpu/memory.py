@@ -20,7 +20,7 @@ class Share:
     cuda: Any = torch.cuda
     """Or what stands in for it in a test."""
     held: int = 0
-    """Bytes of torch's that were taken when it was opened, and stay: pictures on the device."""
+    """Bytes of torch's that were taken when it was opened, and stay: images on the device."""
     outside: int = 0
     """Bytes that were taken beside torch's."""
     peak: int = 0

@@ -20,7 +20,7 @@ _EPS = 5e-4
 class SpeedNet(nn.Module):
     """Takes normalized (B, 3, 32, 32) or so, returns (B, num_outputs).
 
-    It needs `whiten` before the first step, and has 118 million multiplications a picture at the
+    It needs `whiten` before the first step, and has 118 million multiplications an image at the
     usual width, a fifth of ResNet-9's.
     """
 
@@ -35,14 +35,14 @@ class SpeedNet(nn.Module):
         nn.init.normal_(self.head.weight)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return (B, num_outputs) for normalized pictures."""
+        """Return (B, num_outputs) for normalized images."""
         features: Tensor = self.blocks(gelu(self.whitening(images))).amax((2, 3))
         outputs: Tensor = self.head(features) / 9
         return outputs
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
-        """Set the first layer by normalized pictures (B, 3, H, W), B some thousands.
+        """Set the first layer by normalized images (B, 3, H, W), B some thousands.
 
         Its filters are the patches' principal components, scaled to variance 1, and their
         negatives, which GELU would lose.

@@ -1,4 +1,4 @@
-"""Tables and pictures of what gpu_run.py wrote: for the README, from the JSON files alone."""
+"""Tables and plots of what gpu_run.py wrote: for the README, from the JSON files alone."""
 
 import json
 import statistics
@@ -22,14 +22,14 @@ def draw(folder: Path) -> list[Path]:
     """Draw a PNG beside each JSON file that has one."""
     drawn = []
     for kind, values, path in _results(folder):
-        picture = path.with_suffix(".png")
+        plot = path.with_suffix(".png")
         if kind == "loaders":
-            _draw_loaders(values, picture)
+            _draw_loaders(values, plot)
         elif kind == "ablation":
-            ablate_report.save_plot(ablate_report.from_dict(values["ablation"]), picture)
+            ablate_report.save_plot(ablate_report.from_dict(values["ablation"]), plot)
         else:
             continue
-        drawn.append(picture)
+        drawn.append(plot)
     return drawn
 
 
@@ -54,7 +54,7 @@ def _spread(rates: list[float]) -> str:
 
 def _where(values: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in values["facts"]["versions"].items())
-    drawn = " Drawn pictures." if values["facts"].get("drawn") else ""
+    drawn = " Drawn images." if values["facts"].get("drawn") else ""
     return f"{values['machine']}. {versions}.{drawn}"
 
 

@@ -1,4 +1,4 @@
-"""FFCV over a folder of pictures, measured on demand. Run by an interpreter that has FFCV.
+"""FFCV over a folder of images, measured on demand. Run by an interpreter that has FFCV.
 
     python ffcv_subject.py SOURCE BETON RAW_OR_JPG LONGEST_SIDE BATCH_SIZE WORKERS CROP
 
@@ -29,8 +29,8 @@ from PIL import Image
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
-class Pictures:
-    """All pictures below a folder."""
+class Images:
+    """All images below a folder."""
 
     def __init__(self, source: str) -> None:
         self.paths = [
@@ -52,7 +52,7 @@ def write(source: str, out: str, mode: str, longest: int, workers: int) -> None:
     image = RGBImageField(write_mode=mode, max_resolution=longest, jpeg_quality=90)
     fields = {"image": image, "label": IntField()}
     writer = DatasetWriter(out + ".partial", fields, num_workers=workers)
-    writer.from_indexed_dataset(Pictures(source), chunksize=100)
+    writer.from_indexed_dataset(Images(source), chunksize=100)
     Path(out + ".partial").rename(out)
 
 

@@ -15,7 +15,7 @@ from h5feed.store import Columns, images_spec, write_file
 
 
 def copies(images: Path, out: Path, times: int) -> Path:
-    """Return a folder in which every picture of `images` is `times` times."""
+    """Return a folder in which every image of `images` is `times` times."""
     if out.exists():
         return out
     partial = out.with_name(out.name + ".partial")

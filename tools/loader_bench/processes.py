@@ -83,7 +83,7 @@ COLD_LOADER = """
                 break
         print(json.dumps(count / (time.perf_counter() - began)))
 """
-"""H5Loader gathering whole pictures in random order: PATH BATCH THREADS IMAGES."""
+"""H5Loader gathering whole images in random order: PATH BATCH THREADS IMAGES."""
 
 COLD_PREAD = """
     import json, os, sys, time
@@ -106,7 +106,7 @@ COLD_PREAD = """
         list(pool.map(read, [part.tolist() for part in np.array_split(order, 64 * threads)]))
         print(json.dumps(limit / (time.perf_counter() - began)))
 """
-"""Bare pread of the same pictures in the same order: PATH BATCH THREADS IMAGES."""
+"""Bare pread of the same images in the same order: PATH BATCH THREADS IMAGES."""
 
 FIRST_BATCH = """
     import json, sys, time

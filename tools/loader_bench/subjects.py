@@ -72,8 +72,8 @@ def bare(
         for k in range(start, min(start + share, batch_size)):
             y, x, h, w, *_, flip, _ = rows[begin + k]
             row = out[k]
-            picture, top, left = view(items[begin + k], (y, x, h, w))
-            cv2.resize(picture[y - top : y - top + h, x - left : x - left + w], shape, row)
+            image, top, left = view(items[begin + k], (y, x, h, w))
+            cv2.resize(image[y - top : y - top + h, x - left : x - left + w], shape, row)
             if flip:
                 cv2.flip(row, 1, row)
 
@@ -83,7 +83,7 @@ def bare(
 
 
 def _view(pixels: Any, region: bool) -> Callable[[int, Any], tuple[Any, int, int]]:
-    """Return what gives an item's pixels around a box, and where they begin in the picture.
+    """Return what gives an item's pixels around a box, and where they begin in the image.
 
     JPEGs are decoded into each thread's own memory, used again, as H5Loader does: fresh memory
     would cost half as much as the decoding, and the loop be no ceiling.

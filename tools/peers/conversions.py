@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from _common import SIZE, load_measuring, pictures
+from _common import SIZE, labeled_files, load_measuring
 from PIL import Image
 from rivals import Rival
 
@@ -20,11 +20,11 @@ __all__ = ["convert", "prepare_source"]
 
 
 def prepare_source(images: Path, times: int, work: Path) -> Path:
-    """Return a folder with every picture `times` times: real copies, so that cold is cold."""
+    """Return a folder with every image `times` times: real copies, so that cold is cold."""
     if times == 1:
         return images
     out = work / "sources" / f"{images.name}-x{times}"
-    for path, _ in pictures(images):
+    for path, _ in labeled_files(images):
         (out / path.parent.name).mkdir(parents=True, exist_ok=True)
         for copy in range(times):
             to = out / path.parent.name / f"{path.stem}-{copy}{path.suffix}"
@@ -34,9 +34,9 @@ def prepare_source(images: Path, times: int, work: Path) -> Path:
 
 
 def _source_pixels(source: Path) -> float:
-    """Mean pixels of a source picture."""
+    """Mean pixels of a source image."""
     total = 0
-    files = pictures(source)
+    files = labeled_files(source)
     for path, _ in files:
         with Image.open(path) as image:
             total += image.width * image.height
@@ -49,7 +49,7 @@ def convert(
     """Convert with the rival's own means; return what an earlier run did where there is one.
 
     Returns: data (path), files (all that it reads), seconds, bytes (of these files), pixels (mean
-    of a stored picture).
+    of a stored image).
 
     Raises:
         SubjectError: The adapter failed.

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "adapters"))
 
-from _common import pictures
+from _common import labeled_files
 from conversions import convert, prepare_source
 from h5feed_bench import machine, report, rounds, words
 from h5feed_bench.measure import Expectation
@@ -43,7 +43,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("images", type=Path, help="a folder with a folder per class")
-    parser.add_argument("--times", type=int, default=1, help="copies of each picture (%(default)s)")
+    parser.add_argument("--times", type=int, default=1, help="copies of each image (%(default)s)")
     parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="environments")
     parser.add_argument(
         "--work", type=Path, default=Path(".venv-peers/work"), help="converted data"
@@ -62,7 +62,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", default=today, help="name of this run (the day, %(default)s)")
     parser.add_argument("--again", action="store_true", help="measure anew what this run has")
     parser.add_argument("--json", type=Path, required=True, help="results: kept and added to")
-    parser.add_argument("--plot", type=Path, help="picture of all results in the JSON file")
+    parser.add_argument("--plot", type=Path, help="plot of all results in the JSON file")
     return parser.parse_args(arguments)
 
 
@@ -120,7 +120,7 @@ def entries(
     """Return the rivals of one comparison, and the ceiling if h5feed is among them."""
     ceilings = [one for one in CEILINGS if "h5feed" in converted and variant in one.variants]
     expected = {
-        "pictures": len(labels),
+        "images": len(labels),
         "batch_size": options.batch_size,
         "height": options.crop,
         "width": options.crop,
@@ -168,7 +168,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one setting and return its report, with the conversions, as JSON values."""
     converted, left_out = convert_all(variant, source, options)
-    labels = [label for _, label in pictures(source)]
+    labels = [label for _, label in labeled_files(source)]
     schedule = _schedule(variant, workers, options)
     outcomes = rounds.run(entries(variant, workers, converted, labels, options), schedule, tell)
     facts = machine.machine(options.work)
@@ -177,7 +177,7 @@ def measure(
         title=f"{VARIANTS[variant]}, {workers} worker{'s' * (workers > 1)}: random crop to "
         f"{options.crop}² and flip, uint8 batches of {options.batch_size}",
         outcomes=tuple(outcomes),
-        pictures=len(labels),
+        images=len(labels),
         batch_size=options.batch_size,
         machine=machine.describe(facts),
         facts={
@@ -243,7 +243,7 @@ def main() -> int:
         status = 130
     found = load(options.json)
     if options.plot is not None and found:
-        from picture import save_peers_plot
+        from plot import save_peers_plot
 
         save_peers_plot(found, options.plot)
     return status or _explained(found, options.json)

@@ -66,10 +66,10 @@ def ablate(config: TrainConfig, options: AblateOptions, tell: Tell = lambda _: N
         found = _measure(rows, len(dataset), options, Path(scratch), tell)
     measured = tuple(_rows(rows, found, len(dataset)))
     return Ablation(
-        title=f"{config.model.model} at {size} px, {len(dataset):,} pictures, batches of "
+        title=f"{config.model.model} at {size} px, {len(dataset):,} images, batches of "
         f"{config.batch_size}, {config.optim.optimizer}",
         rows=measured,
-        pictures=len(dataset),
+        images=len(dataset),
         batch_size=config.batch_size,
         machine=machine.describe(machine.machine(config.train)) + _gpu(config),
         facts=_facts(config, options),
@@ -112,7 +112,7 @@ def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) 
 
 
 def _measure(
-    rows: Sequence[_Planned], pictures: int, options: AblateOptions, scratch: Path, tell: Tell
+    rows: Sequence[_Planned], images: int, options: AblateOptions, scratch: Path, tell: Tell
 ) -> dict[TrainConfig, Outcome]:
     """Measure every configuration of `rows` once, synthetic ones too."""
     wanted: dict[TrainConfig, Entry] = {}
@@ -121,7 +121,7 @@ def _measure(
             if config not in wanted:
                 path = scratch / f"{len(wanted)}.json"
                 write_config(config, path)
-                wanted[config] = _entry(name, path, config, pictures, options)
+                wanted[config] = _entry(name, path, config, images, options)
     plainest = rows[0].config
     wanted[plainest] = replace(wanted[plainest], required=True)
     schedule = Schedule(
@@ -131,7 +131,7 @@ def _measure(
 
 
 def _entry(
-    name: str, config_file: Path, config: TrainConfig, pictures: int, options: AblateOptions
+    name: str, config_file: Path, config: TrainConfig, images: int, options: AblateOptions
 ) -> Entry:
     free = config.data.loader == "synthetic"
     subject = "h5feed.bench.ablate_subject:TrainerSteps"
@@ -140,7 +140,7 @@ def _entry(
         command=(sys.executable, "-m", "h5feed.bench.host", subject),
         params={"config": str(config_file), "final_steps": 0 if free else options.final_steps},
         expected=Expectation(
-            pictures=pictures,
+            images=images,
             batch_size=config.batch_size,
             height=config.data.size,
             width=config.data.size,
@@ -153,7 +153,7 @@ def _entry(
 
 
 def _rows(
-    rows: Sequence[_Planned], found: dict[TrainConfig, Outcome], pictures: int
+    rows: Sequence[_Planned], found: dict[TrainConfig, Outcome], images: int
 ) -> Iterable[Row]:
     rates = {row.name: found[row.config].rate for row in rows}
     cumulative = [row.name for row in rows if row.group == "cumulative"]
@@ -171,7 +171,7 @@ def _rows(
             tricks=tuple(trick.name for trick in row.tricks),
             rates=real.rates,
             ratio=None if row.trick is None else _ratio(row.group, real.rate, before),
-            epoch_seconds=pictures / real.rate if real.rate else None,
+            epoch_seconds=images / real.rate if real.rate else None,
             memory_bytes=real.extra.get("device_bytes") or real.private_bytes,
             final_loss=real.extra.get("final_loss"),
             ceiling=ceiling.rate,

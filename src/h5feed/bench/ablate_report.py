@@ -1,4 +1,4 @@
-"""An ablation, said to people: a table, JSON, and a picture."""
+"""An ablation, said to people: a table, JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _foot(ablation: Ablation) -> list[str]:
     if not ablation.is_smoke:
         return lines
     few = (
-        f"Smoke run: {ablation.pictures} pictures are too few for batches of "
+        f"Smoke run: {ablation.images} images are too few for batches of "
         f"{ablation.batch_size}. It shows that everything runs, not how fast."
     )
     return [few, *lines]

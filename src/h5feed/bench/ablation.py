@@ -90,7 +90,7 @@ class Ablation:
 
     title: str
     rows: tuple[Row, ...]
-    pictures: int
+    images: int
     batch_size: int
     machine: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -99,4 +99,4 @@ class Ablation:
     @property
     def is_smoke(self) -> bool:
         """Whether the set is too small for speeds to mean anything."""
-        return self.pictures < _BATCHES * self.batch_size
+        return self.images < _BATCHES * self.batch_size

@@ -1,8 +1,8 @@
 """What the hardware allows: the bare work of a loader with nothing around it.
 
-`Kernel` crops, resizes and flips stored pictures in a thread pool into a few buffers used again and
+`Kernel` crops, resizes and flips stored images in a thread pool into a few buffers used again and
 again, JPEGs decoded whole first; `RegionKernel` decodes of a JPEG only what its crop needs, as
-H5Loader does; `Gather` only copies whole pictures; `disk_rate` reads a file that is not cached.
+H5Loader does; `Gather` only copies whole images; `disk_rate` reads a file that is not cached.
 All but the last are subjects, so that they take their turns beside the loaders.
 """
 
@@ -36,20 +36,20 @@ _BLOCK = 4 << 20
 _BUFFERS = 4  # enough that no thread waits for the caller to wake up on a busy machine
 
 
-def _crop_rgb(picture: UInt8, box: Box, out: UInt8) -> None:
+def _crop_rgb(image: UInt8, box: Box, out: UInt8) -> None:
     top, left, height, width = box
-    part = picture[top : top + height, left : left + width]
+    part = image[top : top + height, left : left + width]
     cv2.resize(part, out.shape[1::-1], dst=out, interpolation=cv2.INTER_LINEAR)
 
 
-def _crop_nv12(picture: UInt8, box: Box, out: UInt8) -> None:
+def _crop_nv12(image: UInt8, box: Box, out: UInt8) -> None:
     """Resize both planes and convert once, at the output's size."""
-    rows = picture.shape[0] * 2 // 3
+    rows = image.shape[0] * 2 // 3
     top, left, height, width = (value & ~1 for value in box)
     height, width = max(height, 2), max(width, 2)
     size = out.shape[0] & ~1
-    luma = picture[top : top + height, left : left + width]
-    chroma = picture[rows:].reshape(rows // 2, -1, 2)
+    luma = image[top : top + height, left : left + width]
+    chroma = image[rows:].reshape(rows // 2, -1, 2)
     chroma = chroma[top // 2 : (top + height) // 2, left // 2 : (left + width) // 2]
     y = cv2.resize(luma, (size, size))
     uv = cv2.resize(chroma, (size // 2, size // 2))
@@ -64,7 +64,7 @@ def _filled(buffer: UInt8, jobs: list[Future[None]]) -> UInt8:
 
 
 class _Ceiling:
-    """Fills a few buffers in turn with pictures in random order, in a pool of threads."""
+    """Fills a few buffers in turn with images in random order, in a pool of threads."""
 
     dtype = "uint8"
     layout = "NHWC"
@@ -149,7 +149,7 @@ class Kernel(_Ceiling):
                 cv2.flip(out[row], 1, out[row])
 
     def _decoded(self, index: int, box: Box) -> tuple[UInt8, Box]:
-        """Return a picture's pixels, or those around its box, and the box among them."""
+        """Return an image's pixels, or those around its box, and the box among them."""
         stored = self._pixels.item("images", index)
         if self._encoding not in ("jpeg", "original"):
             return stored, box
@@ -182,9 +182,9 @@ class RegionKernel(Kernel):
 
 
 class Gather(_Ceiling):
-    """Copy whole stored pictures: a loader's work when crops are made elsewhere (a memcpy)."""
+    """Copy whole stored images: a loader's work when crops are made elsewhere (a memcpy)."""
 
-    note = "whole stored pictures"
+    note = "whole stored images"
 
     def _new_buffer(self, params: Mapping[str, Any]) -> UInt8:
         shape = self._pixels.item("images", 0).shape

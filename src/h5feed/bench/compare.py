@@ -43,9 +43,9 @@ def facts(file: Path, options: CompareOptions) -> dict[str, Any]:
 def _disk_outcome(file: Path, count: int) -> Iterable[Outcome]:
     rate = ceilings.disk_rate(file)
     if rate is not None:
-        per_picture = file.stat().st_size / count
+        per_image = file.stat().st_size / count
         note = f"{rate / 1e6:,.0f} MB/s, file evicted, 8 threads"
-        yield Outcome(name="disk, cold", ceiling=True, rates=(rate / per_picture,), note=note)
+        yield Outcome(name="disk, cold", ceiling=True, rates=(rate / per_image,), note=note)
 
 
 def crop_in_words(pixels: PackedFiles, options: CompareOptions) -> str:
@@ -65,7 +65,7 @@ def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Repor
     if options.schedule.cold:
         outcomes += _disk_outcome(file, len(pixels))
     title = (
-        f"{len(pixels):,} pictures ({pixels.specs['images'].encoding}), random crop to "
+        f"{len(pixels):,} images ({pixels.specs['images'].encoding}), random crop to "
         f"{crop_in_words(pixels, options)} and flip, batches of {options.batch}, "
         f"{workers} workers, on {options.where}"
     )
@@ -77,7 +77,7 @@ def report_of(
     outcomes: Sequence[Outcome],
     left_out: Sequence[str],
     known: dict[str, Any],
-    pictures: int,
+    images: int,
     kind: Literal["loading", "training"] = "loading",
 ) -> Report:
     """Return the report of what `facts` and the outcomes say."""
@@ -85,7 +85,7 @@ def report_of(
         title=title,
         kind=kind,
         outcomes=tuple(outcomes),
-        pictures=pictures,
+        images=images,
         batch_size=known["options"]["batch_size"],
         machine=machine.describe(known["machine"]),
         facts=known,
@@ -93,13 +93,13 @@ def report_of(
     )
 
 
-def settings(options: CompareOptions, pictures: int) -> list[tuple[CompareOptions, int]]:
+def settings(options: CompareOptions, count: int) -> list[tuple[CompareOptions, int]]:
     """Return (options, workers) of every comparison on a set: one, or with `sweep` many."""
     cores = available_cores()
     if not options.sweep:
         return [(options, options.workers or min(cores, 8))]
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= cores]
-    sizes = sorted({min(64, pictures), options.batch})
+    sizes = sorted({min(64, count), options.batch})
     return [(replace(options, batch_size=size), n) for size in sizes for n in counts]
 
 

@@ -61,7 +61,7 @@ def _needs_plain_pixels(pixels: PackedFiles, _: CompareOptions) -> str | None:
 def _needs_one_size(pixels: PackedFiles, options: CompareOptions) -> str | None:
     spec = pixels.specs["images"]
     if spec.fit == "keep" or spec.encoding == "original":
-        return "a device crops pictures of one size, and this file's have many"
+        return "a device crops images of one size, and this file's have many"
     if options.quick and options.where == "cpu":
         return "slow where the device is the CPU: leave out --quick to see it"
     return None
@@ -112,7 +112,7 @@ def _bounds(*encodings: str) -> Callable[[PackedFiles, CompareOptions], str | No
 
 def _needs_plain_copies(pixels: PackedFiles, options: CompareOptions) -> str | None:
     if not pixels.specs["images"].is_fixed:
-        return "pictures have different sizes in bytes"
+        return "images have different sizes in bytes"
     return _NOT_QUICK if options.quick else None
 
 
@@ -199,7 +199,7 @@ def _expectation(pixels: PackedFiles, options: CompareOptions, one: Contestant) 
     if labels is not None:
         counts = tuple(sorted(np.unique(labels[items], return_counts=True)[1].tolist()))
     return Expectation(
-        pictures=len(items),
+        images=len(items),
         batch_size=options.batch,
         height=options.side,
         width=options.side,
@@ -209,11 +209,11 @@ def _expectation(pixels: PackedFiles, options: CompareOptions, one: Contestant) 
 
 
 def _check_images(pixels: PackedFiles, images: Path) -> None:
-    """The folder must be the one that was packed: the same pictures on both sides."""
+    """The folder must be the one that was packed: the same images on both sides."""
     missing = [key for key in pixels.keys() if not (images / key).is_file()]  # noqa: SIM118
     if missing:
         raise UsageError(
-            f"images={images} lacks {len(missing)} of the {len(pixels)} pictures of the file "
+            f"images={images} lacks {len(missing)} of the {len(pixels)} images of the file "
             f"(first: {missing[0]}): give the folder it was packed from"
         )
 

@@ -23,7 +23,7 @@ Box = tuple[int, int, int, int]
 
 
 def draw_box(height: int, width: int) -> Box:
-    """Draw a crop of a picture of this size, from the generator that DataLoader workers seed."""
+    """Draw a crop of an image of this size, from the generator that DataLoader workers seed."""
     for _ in range(10):
         area = height * width * random.uniform(0.08, 1.0)
         aspect = math.exp(random.uniform(-1.0, 1.0) * math.log(4 / 3))

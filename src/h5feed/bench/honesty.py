@@ -30,7 +30,7 @@ class Subject(Protocol):
     """A loader under test. Opening it is its construction."""
 
     dtype: str
-    """What its pictures are made of, as numpy names it ("uint8")."""
+    """What its images are made of, as numpy names it ("uint8")."""
     layout: str
     """"NCHW" or "NHWC": the order of a batch's axes (not of its memory)."""
     note: str
@@ -52,16 +52,16 @@ class Subject(Protocol):
 class Expectation:
     """What an honest subject delivers."""
 
-    pictures: int
+    images: int
     """In one epoch."""
     batch_size: int
     """A subject may drop the last, incomplete batch."""
     height: int
-    """Of a delivered picture."""
+    """Of a delivered image."""
     width: int
-    """Of a delivered picture."""
+    """Of a delivered image."""
     label_counts: tuple[int, ...] | None = None
-    """How many pictures each class has, sorted; None: not known."""
+    """How many images each class has, sorted; None: not known."""
     ceiling: bool = False
     """A ceiling is no loader: its shape and content are its own affair."""
 
@@ -71,7 +71,7 @@ class DishonestError(Exception):
 
 
 def probe(images: Any, layout: str, step: int = 1) -> Any:
-    """Copy about 48 values of every `step`-th picture, on the device where they are.
+    """Copy about 48 values of every `step`-th image, on the device where they are.
 
     A copy, because the loader may reuse the batch's memory at once; on the device, because
     fetching it would make a loader wait that works ahead.
@@ -83,8 +83,8 @@ def probe(images: Any, layout: str, step: int = 1) -> Any:
 
 
 def rows(probe: Any) -> list[bytes]:
-    """Return the probed values of each picture."""
-    return [picture.tobytes() for picture in on_host(probe)]
+    """Return the probed values of each image."""
+    return [image.tobytes() for image in on_host(probe)]
 
 
 def on_host(values: Any) -> npt.NDArray[Any]:
@@ -109,21 +109,21 @@ def check_batch(images: Any, labels: Any, subject: Subject, expected: Expectatio
     if dtype != subject.dtype:
         raise DishonestError(f"delivered {dtype}; it said {subject.dtype}")
     if labels is not None and len(labels) != shape[0]:
-        raise DishonestError(f"delivered {shape[0]} pictures with {len(labels)} labels")
+        raise DishonestError(f"delivered {shape[0]} images with {len(labels)} labels")
 
 
-def check_count(pictures: int, expected: Expectation) -> None:
-    """Check the pictures of a complete epoch; a last, incomplete batch may be missing."""
-    whole = expected.pictures // expected.batch_size * expected.batch_size
-    if pictures not in (expected.pictures, whole):
+def check_count(images: int, expected: Expectation) -> None:
+    """Check the images of a complete epoch; a last, incomplete batch may be missing."""
+    whole = expected.images // expected.batch_size * expected.batch_size
+    if images not in (expected.images, whole):
         raise DishonestError(
-            f"delivered {pictures} pictures in one epoch of {expected.pictures} "
+            f"delivered {images} images in one epoch of {expected.images} "
             f"(or {whole} without the last, incomplete batch)"
         )
 
 
 def check_distinct(share: float, what: str) -> None:
-    """Check that `what` ("pictures", "batches") does not repeat."""
+    """Check that `what` ("images", "batches") does not repeat."""
     if share < _DISTINCT:
         raise DishonestError(
             f"only {share:.0%} of its {what} differ from one another: it repeats what it has"
@@ -138,5 +138,5 @@ def check_labels(labels: list[Any], expected: Expectation) -> None:
     if tuple(sorted(counts.tolist())) != expected.label_counts:
         raise DishonestError(
             f"its labels fall into {len(counts)} classes of sizes other than "
-            f"those of the {len(expected.label_counts)} in the source: not every picture came once"
+            f"those of the {len(expected.label_counts)} in the source: not every image came once"
         )

@@ -1,7 +1,7 @@
-"""One loader, measured and checked: the only place where pictures are counted.
+"""One loader, measured and checked: the only place where images are counted.
 
 A subject is anything that yields batches. It is first *verified* (untimed: does it deliver as many
-pictures as there are, of the right shape and dtype, and different ones?), then measured in windows
+images as there are, of the right shape and dtype, and different ones?), then measured in windows
 of a few seconds. A window starts when a batch arrives and ends when one arrives, epochs follow one
 another inside it, and what it costs to start an epoch counts.
 """
@@ -41,7 +41,7 @@ __all__ = [
     "whole_epochs",
 ]
 
-_PROBED_PICTURES = 8  # of each timed batch: 8 × 48 values, a copy of about 10 µs
+_PROBED_IMAGES = 8  # of each timed batch: 8 × 48 values, a copy of about 10 µs
 _MINIMUM_BATCHES = 6  # loaders with workers deliver in bursts; fewer batches measure the burst
 
 
@@ -49,12 +49,12 @@ _MINIMUM_BATCHES = 6  # loaders with workers deliver in bursts; fewer batches me
 class Check:
     """What the untimed pass found out about a subject."""
 
-    pictures: int
+    images: int
     """Delivered and looked at."""
     epochs: int
     """Complete ones; 0 when the set was too large to be seen whole."""
     distinct: float
-    """Share of different pictures."""
+    """Share of different images."""
     startup_seconds: float
     """From asking for the first batch ever to having it: workers started, code compiled."""
     private_bytes: int | None
@@ -67,24 +67,24 @@ class Check:
 class Window:
     """One timed stretch."""
 
-    pictures: int
+    images: int
     seconds: float
     first_batch_seconds: float
     """From asking for an epoch to its first batch, workers already running."""
-    warmup_pictures: int
+    warmup_images: int
     """Delivered before the clock started."""
     cpu_seconds: float
     """Of the process and its children, within the stretch."""
     read_bytes: int | None
-    """From the disk, within the stretch; in a cold one from its first picture on."""
+    """From the disk, within the stretch; in a cold one from its first image on."""
     lost_share: float | None = None
     """Of the time of the epochs that ended: what went by between the last batch and the end. A
     loader that makes batches which nobody gets does it there. None where none ended."""
 
     @property
     def rate(self) -> float:
-        """Pictures per second."""
-        return self.pictures / self.seconds
+        """Images per second."""
+        return self.images / self.seconds
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class _Seen:
 
     rows: list[bytes]
     startup: float = 0.0
-    pictures: int = 0
+    images: int = 0
     epochs: int = 0
 
 
@@ -102,9 +102,9 @@ def _look_at_epoch(
 ) -> None:
     """Check one epoch batch by batch; leave it early once eight batches are `enough`."""
     start = time.perf_counter()
-    before, batches, epoch_labels = seen.pictures, 0, []
+    before, batches, epoch_labels = seen.images, 0, []
     for images, labels in subject.epoch():
-        if not seen.pictures:
+        if not seen.images:
             subject.synchronize()
             seen.startup = time.perf_counter() - start
         if not expected.ceiling:
@@ -112,13 +112,13 @@ def _look_at_epoch(
             seen.rows += rows(probe(images, subject.layout))
         if labels is not None:
             epoch_labels.append(on_host(labels).reshape(-1).copy())
-        seen.pictures, batches = seen.pictures + len(images), batches + 1
+        seen.images, batches = seen.images + len(images), batches + 1
         if enough() and (seen.epochs or batches >= 8):
             return
     seen.epochs += 1
     if not expected.ceiling:
-        check_count(seen.pictures - before, expected)
-        if seen.pictures - before == expected.pictures:
+        check_count(seen.images - before, expected)
+        if seen.images - before == expected.images:
             check_labels(epoch_labels, expected)
 
 
@@ -126,7 +126,7 @@ def verify(subject: Subject, expected: Expectation, seconds: float) -> Check:
     """Run `subject` untimed for about `seconds` (which also warms it up) and check what it does.
 
     Raises:
-        DishonestError: Wrong number, shape, dtype or labels, or the same pictures over and over.
+        DishonestError: Wrong number, shape, dtype or labels, or the same images over and over.
     """
     start = time.perf_counter()
     seen = _Seen([])
@@ -135,13 +135,13 @@ def verify(subject: Subject, expected: Expectation, seconds: float) -> Check:
         return time.perf_counter() - start > seconds
 
     with usage.MemoryPeak() as watch:
-        while not (enough() and seen.pictures):
+        while not (enough() and seen.images):
             _look_at_epoch(subject, expected, seen, enough)
     share = distinct_share(seen.rows)
-    check_distinct(share, "pictures")
+    check_distinct(share, "images")
     peak = watch.peak
     return Check(
-        pictures=seen.pictures,
+        images=seen.images,
         epochs=seen.epochs,
         distinct=share,
         startup_seconds=seen.startup,
@@ -165,16 +165,16 @@ class _Ends:
 def _endless(subject: Subject, expected: Expectation, ends: _Ends) -> Generator[Any, None, None]:
     """Yield the images of one epoch after another, counting each and timing its end."""
     while True:
-        pictures, begin = 0, time.perf_counter()
+        count, begin = 0, time.perf_counter()
         asked = begin
         for images, _ in subject.epoch():
-            pictures += len(images)
+            count += len(images)
             yield images
             asked = time.perf_counter()
         now = time.perf_counter()
         ends.epochs, ends.after = ends.epochs + now - begin, ends.after + now - asked
         if not expected.ceiling:
-            check_count(pictures, expected)
+            check_count(count, expected)
 
 
 def whole_epochs(subject: Subject, expected: Expectation, *, seconds: float) -> list[float]:
@@ -190,11 +190,11 @@ def whole_epochs(subject: Subject, expected: Expectation, *, seconds: float) -> 
     start = time.perf_counter()
     while not rates or time.perf_counter() - start < seconds:
         begin = time.perf_counter()
-        pictures = sum(len(images) for images, _ in subject.epoch())
+        count = sum(len(images) for images, _ in subject.epoch())
         subject.synchronize()
-        rates.append(pictures / (time.perf_counter() - begin))
+        rates.append(count / (time.perf_counter() - begin))
         if not expected.ceiling:
-            check_count(pictures, expected)
+            check_count(count, expected)
     return rates
 
 
@@ -215,13 +215,13 @@ def warm_window(
         warmup += len(next(batches))
     subject.synchronize()
     cpu, read, begin = usage.cpu_seconds(), usage.read_bytes(), time.perf_counter()
-    pictures, probes = _consume(batches, subject, expected, seconds)
+    count, probes = _consume(batches, subject, expected, seconds)
     subject.synchronize()
     window = Window(
-        pictures=pictures,
+        images=count,
         seconds=time.perf_counter() - begin,
         first_batch_seconds=first,
-        warmup_pictures=warmup,
+        warmup_images=warmup,
         cpu_seconds=usage.cpu_seconds() - cpu,
         read_bytes=_since(read),
         lost_share=ends.share,
@@ -234,18 +234,18 @@ def warm_window(
 def _consume(
     batches: Iterator[Any], subject: Subject, expected: Expectation, seconds: float
 ) -> tuple[int, list[Any]]:
-    """Take batches for `seconds`; return the pictures in them and a probe of each batch."""
+    """Take batches for `seconds`; return the images in them and a probe of each batch."""
     begin = now = time.perf_counter()
-    pictures = count = 0
+    count = batch = 0
     probes: list[Any] = []
-    while now - begin < seconds or (count < _MINIMUM_BATCHES and now - begin < 4 * seconds):
+    while now - begin < seconds or (batch < _MINIMUM_BATCHES and now - begin < 4 * seconds):
         images = next(batches)
-        pictures, count = pictures + len(images), count + 1
+        count, batch = count + len(images), batch + 1
         if not expected.ceiling:
-            step = max(len(images) // _PROBED_PICTURES, 1)
+            step = max(len(images) // _PROBED_IMAGES, 1)
             probes.append(probe(images, subject.layout, step))
         now = time.perf_counter()
-    return pictures, probes
+    return count, probes
 
 
 def cold_window(subject: Subject, *, seconds: float) -> Window:
@@ -256,21 +256,21 @@ def cold_window(subject: Subject, *, seconds: float) -> Window:
     """
     start = time.perf_counter()
     read = usage.read_bytes()
-    pictures = first = 0
+    count = first = 0
     cpu, begin = usage.cpu_seconds(), start
     for images, _ in subject.epoch():
         subject.synchronize()
         if not first:
             first, begin, cpu = len(images), time.perf_counter(), usage.cpu_seconds()
             continue
-        pictures += len(images)
+        count += len(images)
         if time.perf_counter() - begin > seconds:
             break
     return Window(
-        pictures=pictures,
+        images=count,
         seconds=max(time.perf_counter() - begin, 1e-9),
         first_batch_seconds=begin - start,
-        warmup_pictures=first,
+        warmup_images=first,
         cpu_seconds=usage.cpu_seconds() - cpu,
         read_bytes=_since(read),
     )

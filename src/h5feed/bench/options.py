@@ -21,7 +21,7 @@ _USUAL_CROP, _SMALLEST_CROP = 224, 8
 
 
 def stored_side(pixels: PackedFiles) -> int | None:
-    """Return the short side that pictures are stored at, in pixels; None: each its own."""
+    """Return the short side that images are stored at, in pixels; None: each its own."""
     spec = pixels.specs["images"]
     return min(spec.height, spec.width) or None
 
@@ -33,10 +33,10 @@ class CompareOptions:
     images: Path | None = None
     """The folder that FILE was packed from: measured as it is used today."""
     batch_size: int | None = None
-    """Pictures per batch; otherwise 256, or down to 64 for a small set and with --quick.
+    """Images per batch; otherwise 256, or down to 64 for a small set and with --quick.
     Never more than FILE holds."""
     crop: int | None = None
-    """Side of the random crop that every loader makes; otherwise 224, or the stored pictures'
+    """Side of the random crop that every loader makes; otherwise 224, or the stored images'
     short side where that is less."""
     workers: int | None = None
     """Worker processes or threads of each loader; otherwise one per core, at most 8."""
@@ -77,7 +77,7 @@ class CompareOptions:
 
     @property
     def batch(self) -> int:
-        """Pictures per batch where nothing is known of the set."""
+        """Images per batch where nothing is known of the set."""
         return self.batch_size or (_SMALLEST_BATCH if self.quick else _USUAL_BATCH)
 
     @property
@@ -86,17 +86,17 @@ class CompareOptions:
         return self.crop or _USUAL_CROP
 
     def for_file(self, pixels: PackedFiles) -> CompareOptions:
-        """Return these options with the batch size and the crop that a file's pictures ask for."""
+        """Return these options with the batch size and the crop that a file's images ask for."""
         side = min(self.side, stored_side(pixels) or self.side)
         crop = self.crop or max(side, _SMALLEST_CROP)
         return replace(self.for_set_of(len(pixels)), crop=crop)
 
-    def for_set_of(self, pictures: int) -> CompareOptions:
-        """Return these options with a batch size that `pictures` fill: several times, if any."""
+    def for_set_of(self, count: int) -> CompareOptions:
+        """Return these options with a batch size that `count` images fill several times, if any."""
         size = self.batch
-        while self.batch_size is None and _SMALLEST_BATCH < size > pictures // SMOKE_BATCHES:
+        while self.batch_size is None and _SMALLEST_BATCH < size > count // SMOKE_BATCHES:
             size //= 2
-        return replace(self, batch_size=min(size, pictures))
+        return replace(self, batch_size=min(size, count))
 
     @property
     def where(self) -> str:

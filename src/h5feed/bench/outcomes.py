@@ -18,8 +18,8 @@ class Cold:
     """The first epoch after its files left the page cache."""
 
     rate: float
-    """Pictures per second from the first batch on."""
-    read_bytes_per_picture: float | None
+    """Images per second from the first batch on."""
+    read_bytes_per_image: float | None
     resident_before: float | None
     """Share of its files still in the page cache when it began: 0 is really cold."""
 
@@ -35,11 +35,11 @@ class Outcome:
     layout: str = ""
     disk_bytes: int = 0
     rates: tuple[float, ...] = ()
-    """Pictures per second of each window."""
+    """Images per second of each window."""
     cpu_per_image: tuple[float, ...] = ()
     """CPU seconds per image of each window."""
     epoch_rates: tuple[float, ...] = ()
-    """Pictures per second of each whole epoch, its start and its end in it."""
+    """Images per second of each whole epoch, its start and its end in it."""
     lost_share: float | None = None
     """Of the epochs' time, what went by between the last batch and the end: the most of all
     windows."""
@@ -50,9 +50,9 @@ class Outcome:
     cpu_seconds_per_1000: float | None = None
     private_bytes: int | None = None
     mapped_bytes: int | None = None
-    warm_read_bytes_per_picture: float | None = None
-    warmup_pictures: int = 0
-    checked_pictures: int = 0
+    warm_read_bytes_per_image: float | None = None
+    warmup_images: int = 0
+    checked_images: int = 0
     distinct: float | None = None
     idle: bool = True
     """False: it goes on computing when nobody asks, at the cost of the others."""
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def rate(self) -> float | None:
-        """Median pictures per second."""
+        """Median images per second."""
         return statistics.median(self.rates) if self.rates else None
 
     @property
@@ -83,7 +83,7 @@ def suspicions(outcome: Outcome) -> list[str]:
         for number, (spent, rate) in enumerate(
             zip(outcome.cpu_per_image, outcome.rates, strict=True), 1
         ):
-            # `rate` pictures are about a second's: less than that is a few ticks of the clock.
+            # `rate` images are about a second's: less than that is a few ticks of the clock.
             if spent > _JUMP * usual and (spent - usual) * rate > _LEAST_JUMP:
                 found.append(
                     f"window {number} of {len(outcome.rates)} took {1e6 * spent:,.0f} µs of CPU an "

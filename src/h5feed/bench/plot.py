@@ -1,4 +1,4 @@
-"""Reports as pictures: a bar per loader, warm and cold apart, ceilings as outlines."""
+"""Reports as plots: a bar per loader, warm and cold apart, ceilings as outlines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _caption(report: Report) -> str:
     if not report.is_smoke:
         return said
     return (
-        f"SMOKE RUN: {report.pictures} pictures, fewer than {SMOKE_BATCHES} batches of "
+        f"SMOKE RUN: {report.images} images, fewer than {SMOKE_BATCHES} batches of "
         f"{report.batch_size}; speeds mean nothing.\n{said}"
     )
 
@@ -91,7 +91,7 @@ def draw_groups(
     heads: Sequence[str] = (),
     apart: bool = False,
 ) -> None:
-    """Write groups of bars as one picture, as high as they need; `apart`: each on its own scale."""
+    """Write groups of bars as one plot, as high as they need; `apart`: each on its own scale."""
     panels = [{name: bars} for name, bars in groups.items()] if apart else [groups]
     rows = [
         sum(len(bars) + 1.2 * bool(name) for name, bars in panel.items()) + 1.5 * apart

@@ -16,19 +16,19 @@ __all__ = ["SMOKE_BATCHES", "Report", "as_dict", "from_dict", "is_ours", "utiliz
 _OURS = ("H5Loader", "H5Dataset", "DaliLoader", "h5feed")
 
 _TUPLES = ("rates", "cpu_per_image", "epoch_rates")  # of an outcome: lists in JSON
-SMOKE_BATCHES = 4  # fewer batches in an epoch measure how epochs start, not how pictures flow
+SMOKE_BATCHES = 4  # fewer batches in an epoch measure how epochs start, not how images flow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Outcomes that belong side by side: same pictures, same batch size, same workers."""
+    """Outcomes that belong side by side: same images, same batch size, same workers."""
 
     title: str
     """What was done, in one line."""
     kind: Literal["loading", "training"] = "loading"
     """Which columns the table has."""
     outcomes: tuple[Outcome, ...]
-    pictures: int
+    images: int
     """In one epoch."""
     batch_size: int
     machine: str
@@ -41,7 +41,7 @@ class Report:
     @property
     def is_smoke(self) -> bool:
         """Whether the set is too small to mean anything."""
-        return self.pictures < SMOKE_BATCHES * self.batch_size
+        return self.images < SMOKE_BATCHES * self.batch_size
 
     @property
     def loaders(self) -> list[Outcome]:
@@ -85,7 +85,7 @@ def from_dict(values: Mapping[str, Any]) -> Report:
         cold = given.pop("cold")
         given |= {name: tuple(given[name]) for name in _TUPLES if name in given}
         outcomes.append(Outcome(**given, cold=None if cold is None else Cold(**cold)))
-    names = ("title", "kind", "pictures", "batch_size", "machine", "facts")
+    names = ("title", "kind", "images", "batch_size", "machine", "facts")
     return Report(
         **{name: values[name] for name in names},
         outcomes=tuple(outcomes),

@@ -117,9 +117,9 @@ class _Running:
         """Return what was measured."""
         total = {
             key: sum(window[key] or 0 for window in self.windows)
-            for key in ("pictures", "cpu_seconds", "read_bytes", "warmup_pictures")
+            for key in ("images", "cpu_seconds", "read_bytes", "warmup_images")
         }
-        pictures = total["pictures"]
+        images = total["images"]
         firsts = [window["first_batch_seconds"] for window in self.windows]
         return Outcome(
             name=self.entry.name,
@@ -128,20 +128,20 @@ class _Running:
             dtype=self.facts.get("dtype", ""),
             layout=self.facts.get("layout", ""),
             disk_bytes=self.entry.bytes_read or self.facts.get("bytes", 0),
-            rates=tuple(window["pictures"] / window["seconds"] for window in self.windows),
-            cpu_per_image=tuple(w["cpu_seconds"] / w["pictures"] for w in self.windows),
+            rates=tuple(window["images"] / window["seconds"] for window in self.windows),
+            cpu_per_image=tuple(w["cpu_seconds"] / w["images"] for w in self.windows),
             epoch_rates=tuple(self.epochs),
             lost_share=max(
                 (w["lost_share"] for w in self.windows if w["lost_share"] is not None), default=None
             ),
             first_batch_seconds=statistics.median(firsts) if firsts else None,
             startup_seconds=self.check.get("startup_seconds"),
-            cpu_seconds_per_1000=1000 * total["cpu_seconds"] / pictures if pictures else None,
+            cpu_seconds_per_1000=1000 * total["cpu_seconds"] / images if images else None,
             private_bytes=self.check.get("private_bytes"),
             mapped_bytes=self.check.get("mapped_bytes"),
-            warm_read_bytes_per_picture=total["read_bytes"] / pictures if pictures else None,
-            warmup_pictures=total["warmup_pictures"],
-            checked_pictures=self.check.get("pictures", 0),
+            warm_read_bytes_per_image=total["read_bytes"] / images if images else None,
+            warmup_images=total["warmup_images"],
+            checked_images=self.check.get("images", 0),
             distinct=self.check.get("distinct"),
             idle=all(window["idle"] for window in self.windows),
             cold=self.cold,
@@ -178,13 +178,13 @@ def _cold(running: _Running, remote: Remote, seconds: float) -> None:
     remote.ask(_open_request(entry))
     window = remote.ask({"do": "cold", "seconds": seconds})
     remote.close()
-    if not window["pictures"]:
+    if not window["images"]:
         return  # the epoch is one batch long
     read = window["read_bytes"]
     running.cold = Cold(
-        rate=window["pictures"] / window["seconds"],
-        read_bytes_per_picture=(
-            None if read is None else read / (window["pictures"] + window["warmup_pictures"])
+        rate=window["images"] / window["seconds"],
+        read_bytes_per_image=(
+            None if read is None else read / (window["images"] + window["warmup_images"])
         ),
         resident_before=resident,
     )

@@ -1,4 +1,4 @@
-"""Who is compared by bench-h5: ways to feed PyTorch with the same pictures, same augmentation.
+"""Who is compared by bench-h5: ways to feed PyTorch with the same images, same augmentation.
 
 Every subject takes the same parameters: `file` (the packed file), `images` (the folder it was
 packed from, or None), `workers`, `batch_size`, `crop`, `device`.
@@ -280,7 +280,7 @@ class LoaderOnCpu(_FastLoader):
 
 
 class LoaderOnDevice(_FastLoader):
-    """H5Loader, whole pictures gathered and cropped on the device."""
+    """H5Loader, whole images gathered and cropped on the device."""
 
     augment_on = "device"
 

@@ -18,7 +18,7 @@ __all__ = ["Synthetic", "Trained", "tiny"]
 def tiny(num_outputs: int) -> nn.Module:
     """Return a model for CPUs: patches of 8 × 8, two strided convolutions.
 
-    Two cores train it at about as many pictures a second as one GPU a ResNet-50: so the loaders
+    Two cores train it at about as many images a second as one GPU a ResNet-50: so the loaders
     matter as much as they would there.
     """
     return nn.Sequential(
@@ -50,7 +50,7 @@ class _Step:
         """Train on one batch: (B, 3, H, W) uint8 or float in 0…1, labels (B,)."""
         with self._precision():
             outputs = self.model(self._floats(images))
-        # Labels of any kind cost the same: unlabeled pictures and masks count as class 0.
+        # Labels of any kind cost the same: unlabeled images and masks count as class 0.
         wanted = labels if labels.ndim == 1 and not labels.is_floating_point() else None
         target = torch.zeros(len(images), dtype=torch.int64, device=self.device)
         if wanted is not None:

@@ -38,7 +38,7 @@ from h5feed.store.read import read_index
 __all__ = ["TrainOptions", "break_even_epochs", "seconds_to_pack", "train"]
 
 Tell = Callable[[str], None]
-_SAMPLE = 256  # pictures packed to learn how long packing takes
+_SAMPLE = 256  # images packed to learn how long packing takes
 _TRAINED = "h5feed.bench.trained:Trained"
 
 
@@ -100,10 +100,10 @@ def _repeatable(index: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def break_even_epochs(
-    pack_seconds: float, pictures: int, unpacked_rate: float, packed_rate: float
+    pack_seconds: float, images: int, unpacked_rate: float, packed_rate: float
 ) -> float | None:
     """Return after how many epochs packing has paid for itself; None: never."""
-    saved = pictures / unpacked_rate - pictures / packed_rate
+    saved = images / unpacked_rate - images / packed_rate
     return pack_seconds / saved if saved > 0 else None
 
 
@@ -151,7 +151,7 @@ def train(
         outcomes = run(taking_part, schedule, tell)
     known = facts(file, options) | {"model": model} | _break_even(file, options, outcomes)
     title = (
-        f"Training {model} on {len(pixels):,} pictures "
+        f"Training {model} on {len(pixels):,} images "
         f"({pixels.specs['images'].encoding}), crop {crop_in_words(pixels, options)}, batches of "
         f"{options.batch}, {workers} workers, on {options.where}"
     )

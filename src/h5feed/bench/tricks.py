@@ -42,7 +42,7 @@ class Trick:
     name: str
     apply: Callable[[TrainConfig], TrainConfig]
     needs: Callable[[TrainConfig, Path | None], str | None] = lambda _config, _images: None
-    """Why it means nothing here, or None. Arguments: configuration, folder of pictures."""
+    """Why it means nothing here, or None. Arguments: configuration, folder of images."""
     undo: Callable[[TrainConfig], TrainConfig] | None = None
     """Switches off what torch does by default: the plain loop has it, and it is only left out."""
     published: Published | None = None
@@ -108,7 +108,7 @@ TRICKS: tuple[Trick, ...] = (
     Trick(name="packed file", apply=packed, needs=_folder),
     Trick(name="H5Loader", apply=_h5loader, needs=_torchvision),
     Trick(name="crop on the GPU", apply=_switch("data", augment_on="device"), needs=_cuda),
-    Trick(name="pictures on the GPU", apply=_switch("data", residency="auto"), needs=_cuda),
+    Trick(name="images on the GPU", apply=_switch("data", residency="auto"), needs=_cuda),
     Trick(
         name="cuDNN autotuner",
         apply=_switch("speed", cudnn_benchmark=True),

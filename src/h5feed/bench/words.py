@@ -25,8 +25,8 @@ def _spread(o: Outcome) -> str:
     return "–" if o.spread is None else f"{o.spread:.0%}"
 
 
-def _disk(o: Outcome, pictures: int) -> float | None:
-    return o.disk_bytes / pictures / 1000 if o.disk_bytes and not o.ceiling else None
+def _disk(o: Outcome, images: int) -> float | None:
+    return o.disk_bytes / images / 1000 if o.disk_bytes and not o.ceiling else None
 
 
 def _remark(o: Outcome) -> str:
@@ -67,11 +67,11 @@ _COLUMNS: dict[str, dict[str, Cell]] = {
     "loading": _WHO
     | {
         "cold img/s": lambda o, _: _number(o.cold and o.cold.rate),
-        "cold kB/img": lambda o, _: _number(o.cold and o.cold.read_bytes_per_picture, ",.0f", 1e-3),
+        "cold kB/img": lambda o, _: _number(o.cold and o.cold.read_bytes_per_image, ",.0f", 1e-3),
         "1st batch s": lambda o, _: "–" if o.ceiling else _number(o.startup_seconds, ".2f"),
     }
     | _COST
-    | {"disk kB/img": lambda o, r: _number(_disk(o, r.pictures), ",.1f")},
+    | {"disk kB/img": lambda o, r: _number(_disk(o, r.images), ",.1f")},
     "training": _WHO
     | {
         "AU": lambda o, r: _number(utilization(o, r), ".0%"),
@@ -102,7 +102,7 @@ def headline(report: Report) -> str:
     loaders = report.loaders
     if report.is_smoke:
         return (
-            f"Smoke run: {report.pictures} pictures are fewer than {SMOKE_BATCHES} batches of "
+            f"Smoke run: {report.images} images are fewer than {SMOKE_BATCHES} batches of "
             f"{report.batch_size}. It shows that everything runs, not how fast."
         )
     if len(loaders) < 2 or not loaders[0].rate:

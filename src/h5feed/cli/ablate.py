@@ -28,7 +28,7 @@ class _Command(RunOptions):
 
     ablate: AblateOptions = field(default_factory=AblateOptions)
     plot: Path | None = None
-    """Write the result as a picture (PNG, SVG or PDF)."""
+    """Draw the result here (PNG, SVG or PDF)."""
     markdown: bool = False
     """Print a Markdown table."""
     json: bool = False

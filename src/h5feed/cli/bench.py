@@ -37,7 +37,7 @@ class _Command:
     """The packed file."""
     compare: CompareOptions = field(default_factory=CompareOptions)
     plot: Path | None = None
-    """Write the result as a picture (PNG, SVG or PDF)."""
+    """Draw the result here (PNG, SVG or PDF)."""
     markdown: bool = False
     """Print a Markdown table."""
     json: bool = False
@@ -91,7 +91,7 @@ def _printed(reports: Sequence[Report], command: _Command) -> str:
 
 
 def _numbered(path: Path, number: int, count: int) -> Path:
-    """Name a picture per setting of a sweep: out-1.png, out-2.png and so on."""
+    """Name a plot per setting of a sweep: out-1.png, out-2.png and so on."""
     return path if count == 1 else path.with_stem(f"{path.stem}-{number + 1}")
 
 

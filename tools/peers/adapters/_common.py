@@ -23,7 +23,7 @@ SIZE = 256
 QUALITY = 90
 """Of stored JPEGs."""
 
-Picture = tuple[Path, int]
+LabeledFile = tuple[Path, int]
 
 
 def load_measuring() -> ModuleType:
@@ -47,14 +47,14 @@ def serve(
     load_measuring().serve(factory, convert)
 
 
-def pictures(source: str | Path) -> list[Picture]:
+def labeled_files(source: str | Path) -> list[LabeledFile]:
     """Return (file, class number) of a folder with one folder per class, in sorted order."""
     classes = sorted(entry for entry in Path(source).iterdir() if entry.is_dir())
     return [(file, k) for k, entry in enumerate(classes) for file in sorted(entry.iterdir())]
 
 
 def resized(path: Path) -> Image.Image:
-    """Decode a picture and squeeze it into the stored square (bilinear, antialiased)."""
+    """Decode an image and squeeze it into the stored square (bilinear, antialiased)."""
     with Image.open(path) as image:
         return image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
 
@@ -85,7 +85,7 @@ def write_folder(params: Mapping[str, Any]) -> dict[str, Any]:
         return {"data": params["source"], "seconds": 0.0, "bytes": 0}
     out, suffix = Path(params["out"]), {"jpeg": ".jpg", "raw": ".npy"}[params["variant"]]
     jobs = []
-    for path, _ in pictures(params["source"]):
+    for path, _ in labeled_files(params["source"]):
         (out / path.parent.name).mkdir(parents=True, exist_ok=True)
         jobs.append((path, out / path.parent.name / (path.stem + suffix), params["variant"]))
     with Pool(params["workers"]) as pool:
@@ -97,7 +97,7 @@ def import_torchvision() -> ModuleType:
     """Import torchvision, also one built for CUDA beside a CPU-only torch.
 
     Such a pair (torch from the CPU index, torchvision from PyPI) misses two operators that
-    loading pictures never calls; torchvision's import looks them up.
+    loading images never calls; torchvision's import looks them up.
     """
     import torch
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from _common import TorchLoader, pictures, serve, write_folder
+from _common import TorchLoader, labeled_files, serve, write_folder
 
 
 def _pipeline(params: Mapping[str, Any], count: int) -> Any:
     from nvidia.dali import fn, pipeline_def, types
 
     crop = params["crop"]
-    files = pictures(params["data"])
+    files = labeled_files(params["data"])
     names, labels = [str(path) for path, _ in files], [label for _, label in files]
     assert len(names) == count
     reading = {"random_shuffle": True, "pad_last_batch": True, "name": "reader"}
@@ -55,7 +55,7 @@ class Adapter(TorchLoader):
 
         raw = params["variant"] == "raw"
         loader = DALIGenericIterator(
-            [_pipeline(params, len(pictures(params["data"])))],
+            [_pipeline(params, len(labeled_files(params["data"])))],
             ["images"] if raw else ["images", "labels"],
             reader_name="reader",
             last_batch_policy=LastBatchPolicy.PARTIAL,

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: Arrow files, pictures decoded by PIL on access.
+"""Hugging Face datasets: Arrow files, images decoded by PIL on access.
 
 As in its documentation (https://huggingface.co/docs/datasets/image_process and /use_with_pytorch):
 an Image feature, with_transform for augmentation on the fly, a DataLoader around it; original
@@ -16,8 +16,8 @@ from _common import (
     augmentation,
     import_torchvision,
     jpeg,
+    labeled_files,
     loader_settings,
-    pictures,
     resized,
     serve,
 )
@@ -52,7 +52,7 @@ def convert(params: Mapping[str, Any]) -> dict[str, Any]:
         data = Dataset.from_generator(
             _rows,
             features=Features({"image": image, "label": Value("int64")}),
-            gen_kwargs={"files": pictures(params["source"]), "variant": variant},
+            gen_kwargs={"files": labeled_files(params["source"]), "variant": variant},
             num_proc=params["workers"],
             cache_dir=cache,
         )
@@ -85,7 +85,7 @@ class Adapter(TorchLoader):
             }
 
         dataset = load_from_disk(params["data"])
-        if raw:  # with_transform would hand over lists of Python ints: 7 pictures a second
+        if raw:  # with_transform would hand over lists of Python ints: 7 images a second
             settings = loader_settings(params) | {"collate_fn": collate}
             dataset = dataset.with_format(
                 "torch", columns=["image"], output_all_columns=True, dtype=torch.uint8

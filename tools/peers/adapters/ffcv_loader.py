@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from _common import QUALITY, SIZE, TorchLoader, pictures, serve
+from _common import QUALITY, SIZE, TorchLoader, labeled_files, serve
 from PIL import Image
 
 NOTES = {
@@ -26,13 +26,13 @@ class _Source:
     """Indexed dataset of (PIL image, label) for FFCV's writer."""
 
     def __init__(self, source: str) -> None:
-        self.pictures = pictures(source)
+        self.images = labeled_files(source)
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        path, label = self.pictures[index]
+        path, label = self.images[index]
         return Image.open(path).convert("RGB"), label
 
 

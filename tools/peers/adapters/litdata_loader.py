@@ -13,25 +13,25 @@ from typing import Any
 
 from _common import (
     QUALITY,
-    Picture,
+    LabeledFile,
     TorchLoader,
     augmentation,
     import_torchvision,
+    labeled_files,
     loader_settings,
-    pictures,
     resized,
     serve,
 )
 
 
-def _raw(item: Picture) -> dict[str, Any]:
+def _raw(item: LabeledFile) -> dict[str, Any]:
     import numpy as np
     import torch
 
     return {"image": torch.from_numpy(np.array(resized(item[0]))), "label": item[1]}
 
 
-def _jpeg(item: Picture) -> dict[str, Any]:
+def _jpeg(item: LabeledFile) -> dict[str, Any]:
     import litdata
     import numpy as np
 
@@ -41,7 +41,7 @@ def _jpeg(item: Picture) -> dict[str, Any]:
     }
 
 
-def _original(item: Picture) -> dict[str, Any]:
+def _original(item: LabeledFile) -> dict[str, Any]:
     import litdata
 
     return {"image": litdata.Jpeg(path=str(item[0])), "label": item[1]}
@@ -54,7 +54,7 @@ def convert(params: Mapping[str, Any]) -> dict[str, Any]:
 
     litdata.optimize(
         fn={"raw": _raw, "jpeg": _jpeg, "original": _original}[params["variant"]],
-        inputs=pictures(params["source"]),
+        inputs=labeled_files(params["source"]),
         output_dir=params["out"],
         chunk_bytes="64MB",
         num_workers=params["workers"],
@@ -72,13 +72,13 @@ class Adapter(TorchLoader):
         raw = params["variant"] == "raw"
         transform = augmentation(params["crop"], pil=False)
 
-        class Pictures(StreamingDataset):
+        class Transformed(StreamingDataset):
             def __getitem__(self, index: Any) -> Any:
                 sample = super().__getitem__(index)
                 image = sample["image"]
                 return transform(image.permute(2, 0, 1) if raw else image), sample["label"]
 
-        dataset = Pictures(params["data"], shuffle=True)
+        dataset = Transformed(params["data"], shuffle=True)
         super().__init__(StreamingDataLoader(dataset, **loader_settings(params)), params["data"])
 
 

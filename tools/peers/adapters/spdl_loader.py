@@ -2,7 +2,7 @@
 
 As in its documentation (https://facebookresearch.github.io/spdl, "Building and Running
 Pipeline" and the image_dataloading example): PipelineBuilder, demux_image, decode_packets,
-convert_frames. Its examples only resize; here an FFmpeg filter per picture does the same
+convert_frames. Its examples only resize; here an FFmpeg filter per image does the same
 RandomResizedCrop and flip as everybody else's.
 """
 
@@ -13,11 +13,11 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from _common import Picture, TorchLoader, pictures, serve, write_folder
+from _common import LabeledFile, TorchLoader, labeled_files, serve, write_folder
 
 
 def random_filter(crop: int) -> str:
-    """Draw area 8–100 % and aspect 3/4–4/3 of the picture and say it in FFmpeg's language."""
+    """Draw area 8–100 % and aspect 3/4–4/3 of the image and say it in FFmpeg's language."""
     area, aspect = random.uniform(0.08, 1), math.exp(random.uniform(-1, 1) * math.log(4 / 3))
     size = rf"w=min(iw\,sqrt({area * aspect:.4f}*iw*ih)):h=min(ih\,sqrt({area / aspect:.4f}*iw*ih))"
     place = f"x=(iw-ow)*{random.random():.4f}:y=(ih-oh)*{random.random():.4f}"
@@ -29,18 +29,18 @@ class Adapter(TorchLoader):
     """spdl.pipeline with as many threads as workers."""
 
     layout = "NHWC"
-    note = "builds an FFmpeg filter per picture; its own examples only resize"
+    note = "builds an FFmpeg filter per image; its own examples only resize"
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         if params["variant"] == "raw":
-            raise ValueError("decodes encoded pictures; has no reader of raw pixels of its own")
+            raise ValueError("decodes encoded images; has no reader of raw pixels of its own")
         super().__init__(None, params["data"])
         self.params = params
-        self.pictures = pictures(params["data"])
+        self.images = labeled_files(params["data"])
         # The pipeline only logs what a stage raises: without FFmpeg it would deliver nothing.
-        self._decode(self.pictures[0])
+        self._decode(self.images[0])
 
-    def _decode(self, item: Picture) -> tuple[Any, int]:
+    def _decode(self, item: LabeledFile) -> tuple[Any, int]:
         import spdl.io
 
         packets = spdl.io.demux_image(str(item[0]))
@@ -59,7 +59,7 @@ class Adapter(TorchLoader):
         """Yield (images, labels) of one epoch."""
         from spdl.pipeline import PipelineBuilder
 
-        order = random.sample(self.pictures, len(self.pictures))
+        order = random.sample(self.images, len(self.images))
         workers = self.params["workers"]
         pipeline = (
             PipelineBuilder()

@@ -15,8 +15,8 @@ from _common import (
     TorchLoader,
     augmentation,
     import_torchvision,
+    labeled_files,
     loader_settings,
-    pictures,
     resized,
     serve,
 )
@@ -32,12 +32,10 @@ def convert(params: Mapping[str, Any]) -> dict[str, Any]:
     variant = params["variant"]
     image = f"ndarray:uint8:{SIZE},{SIZE},3" if variant == "raw" else "jpeg"
     with MDSWriter(out=params["out"], columns={"image": image, "label": "int"}) as out:
-        for path, label in pictures(params["source"]):
+        for path, label in labeled_files(params["source"]):
             # The jpeg encoding copies the bytes of an opened JPEG file and encodes anything else.
-            picture = Image.open(path) if variant == "original" else resized(path)
-            out.write(
-                {"image": np.asarray(picture) if variant == "raw" else picture, "label": label}
-            )
+            stored = Image.open(path) if variant == "original" else resized(path)
+            out.write({"image": np.asarray(stored) if variant == "raw" else stored, "label": label})
     return {"data": params["out"]}
 
 
@@ -55,14 +53,14 @@ class Adapter(TorchLoader):
         transform = augmentation(params["crop"], pil=not raw)
         clean_stale_shared_memory()
 
-        class Pictures(StreamingDataset):
+        class Transformed(StreamingDataset):
             def __getitem__(self, index: int) -> Any:
                 sample = super().__getitem__(index)
                 image = sample["image"]
                 ready = torch.from_numpy(image).permute(2, 0, 1) if raw else image.convert("RGB")
                 return transform(ready), sample["label"]
 
-        dataset = Pictures(local=params["data"], shuffle=True, batch_size=params["batch_size"])
+        dataset = Transformed(local=params["data"], shuffle=True, batch_size=params["batch_size"])
         super().__init__(DataLoader(dataset, **loader_settings(params)), params["data"])
         if params["variant"] == "jpeg":
             self.note = "its jpeg encoder's quality is 75"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from _common import TorchLoader, augmentation, jpeg, pictures, resized, serve
+from _common import TorchLoader, augmentation, jpeg, labeled_files, resized, serve
 
 PER_SHARD = 500
 
@@ -26,14 +26,14 @@ def _npy(path: Path) -> bytes:
 
 
 def convert(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Write shards of 500 pictures with ShardWriter, which has no workers of its own."""
+    """Write shards of 500 images with ShardWriter, which has no workers of its own."""
     import webdataset
 
     variant = params["variant"]
     encode = {"raw": _npy, "jpeg": jpeg, "original": Path.read_bytes}[variant]
     suffix = "npy" if variant == "raw" else "jpg"
     with webdataset.ShardWriter(f"{params['out']}/%06d.tar", maxcount=PER_SHARD) as sink:
-        for number, (path, label) in enumerate(pictures(params["source"])):
+        for number, (path, label) in enumerate(labeled_files(params["source"])):
             sink.write({"__key__": f"{number:08d}", suffix: encode(path), "cls": label})
     return {"data": params["out"]}
 

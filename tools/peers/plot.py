@@ -1,4 +1,4 @@
-"""All results of run.py in one picture: a group per variant, a bar per loader."""
+"""All results of run.py in one plot: a group per variant, a bar per loader."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _caption(results: Sequence[dict[str, Any]]) -> str:
     runs = len({result["run"] for result in results})
     fewest = min(result["workers"] for result in results)
     return (
-        f"{last['machine']}. {last['pictures']:,} images, RandomResizedCrop(224) and flip to uint8 "
+        f"{last['machine']}. {last['images']:,} images, RandomResizedCrop(224) and flip to uint8 "
         f"batches of {last['batch_size']}, files in the page cache; {runs} "
         f"run{'s' * (runs > 1)}. Bars: {last['workers']} workers, median of the windows; whiskers "
         f"and ±: slowest and fastest window; stroke: {fewest} worker{'s' * (fewest > 1)}. "
@@ -68,7 +68,7 @@ def _caption(results: Sequence[dict[str, Any]]) -> str:
 
 
 def save_peers_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the picture of all variants in `results` (run.py's JSON)."""
+    """Draw all variants in `results` (run.py's JSON)."""
     variants = dict.fromkeys(variant for variant, _ in settings_of(results))
     groups = {
         VARIANTS[variant][0].upper() + VARIANTS[variant][1:]: _bars(results, variant)
