@@ -1,5 +1,6 @@
 import copy
 import gc
+import inspect
 import json
 import operator
 import pickle
@@ -17,6 +18,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset, random_split
 
 from h5feed.errors import UsageError
+from h5feed.feed.dataloader import make_dataloader
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.facts import channel_stats
 from h5feed.feed.loader import H5Loader
@@ -148,9 +150,212 @@ def test_imagefolder_attributes(path):
     assert ds.imgs is ds.samples
     assert ds.transform is None
     assert ds.target_transform is None
+    assert ds.transforms is None
+    assert ds.root == str(path)
+    assert ds.extensions == (".png",)
+    assert torch.equal(ds.loader(ds.samples[3][0]), ds[3][0])
     assert repr(ds) == (
-        f"H5Dataset('{path}': 10 items, 2 classes, 32x32, store=raw, fit=stretch, output=tensor)"
+        f"Dataset H5Dataset\n    Number of datapoints: 10\n    Root location: {path}\n"
+        "    Classes: 2\n    Stored: 32x32, store=raw, fit=stretch\n"
+        "    Output: tensor, aspect=stored"
     )
+
+
+def test_the_arguments_stand_in_imagefolder_s_order(path):
+    from torchvision.datasets import ImageFolder
+
+    ours = list(inspect.signature(H5Dataset).parameters.values())
+    theirs = list(inspect.signature(ImageFolder).parameters.values())
+    for mine, its in zip(ours, theirs, strict=False):
+        assert (mine.name, mine.kind) == (its.name, its.kind)
+        if its.name != "loader":
+            assert mine.default == its.default
+    assert all(more.kind is more.KEYWORD_ONLY for more in ours[len(theirs) :])
+    ds = H5Dataset(str(path), torch.Tensor.float, lambda label: label + 5, None, None, True)
+    assert (ds[3][0].dtype, ds[3][1]) == (torch.float32, 6)
+
+
+def test_torchvision_s_own_loaders_mean_pil_images(path):
+    from torchvision.datasets.folder import default_loader
+
+    class Folder(H5Dataset):
+        def __init__(self, root, transform=None, loader=default_loader, **more):
+            super().__init__(root, transform, loader=loader, **more)
+
+        def __getitem__(self, index):
+            path, target = self.samples[index]
+            return self.loader(path), target, path
+
+        def extra_repr(self):
+            return "with paths"
+
+    image, label, where = Folder(path)[3]
+    assert (image.size, label, where) == ((32, 32), 1, "1/ü3.png")
+    assert isinstance(Folder(path, output="numpy")[3][0], np.ndarray)
+    assert repr(Folder(path)).endswith("Output: pil, aspect=source\n    with paths")
+
+
+def test_samples_open_where_their_folder_is_named(tmp_path, path, images):
+    for number, name in ((0, "0"), (1, "1")):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.fromarray(images[number]).save(tmp_path / "images" / name / f"ü{number}.png")
+    ds = H5Dataset(path, image_root=tmp_path / "images", output="pil")
+    for index in (0, 1):
+        where, label = pickle.loads(pickle.dumps(ds)).samples[index]
+        assert np.array_equal(np.asarray(Image.open(where)), np.asarray(ds[index][0]))
+        assert np.array_equal(np.asarray(ds.loader(where)), images[index])
+        assert label == index
+    with pytest.raises(UsageError, match=r"image_root='/no/such' is no folder: give the folder th"):
+        H5Dataset(path, image_root="/no/such")
+    with pytest.raises(
+        UsageError, match=r"loader\('0/ü0.png'\): .*a\.h5 has no image of that path"
+    ):
+        ds.loader("0/ü0.png")
+    twice = H5Dataset([path, path])
+    with pytest.raises(UsageError, match=r"some images of .* have the same path, which tells none"):
+        twice.loader("0/ü0.png")
+
+
+def test_transforms_takes_image_and_target_together(tmp_path, path, images):
+    masks = [m[:, :, :1].copy() for m in random_images(10, seed=5)]
+    masked = write_packed(tmp_path / "m.h5", images, masks=masks)
+    both = H5Dataset(masked, transforms=lambda image, mask: (image.flip(-1), mask.flip(-1)))
+    image, mask = pickle.loads(pickle.dumps(H5Dataset(masked)))[3]
+    assert torch.equal(both[3][0], image.flip(-1))
+    assert torch.equal(both[3][1], mask.flip(-1))
+    both.transforms = None
+    assert torch.equal(both[3][0], image)
+
+    alone = H5Dataset(path, torch.Tensor.float, str)
+    assert [type(part) for part in alone.transforms(torch.zeros(1), 3)] == [torch.Tensor, str]
+    assert repr(alone).splitlines()[-3:] == [
+        "    StandardTransform",
+        f"    Transform: {torch.Tensor.float!r}",
+        "    Target transform: <class 'str'>",
+    ]
+    other = H5Dataset(path)
+    other.transforms = alone.transforms
+    assert (other.transform, other.target_transform) == (torch.Tensor.float, str)
+    with pytest.raises(UsageError, match=r"ds\.transforms=.* give H5Loader ops of h5feed\.augment"):
+        H5Loader(H5Dataset(path, transforms=lambda image, label: (image, label)), 2)
+
+
+def test_keys_make_a_sample_a_dict(path, images):
+    ds = H5Dataset(path, keys=("pixel_values", "labels"))
+    assert ds.keys == ("pixel_values", "labels")
+    assert list(ds[3]) == ["pixel_values", "labels"]
+    assert np.array_equal(ds[3]["pixel_values"].permute(1, 2, 0), images[3])
+    assert ds[3]["labels"] == 1
+    for made in (DataLoader(ds, batch_size=4), make_dataloader(ds, 4, num_workers=0)):
+        batch = next(iter(made))
+        assert batch["pixel_values"].shape == (4, 3, 32, 32)
+        assert batch["labels"].tolist() == [0, 1, 0, 1]
+    assert batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
+    for wrong in ("image", ("image",), ("a", "a"), ("a", 1), 5, ("a", "b", "c")):
+        text = re.escape(f"keys={wrong!r} is not two names, of image and target: give keys=(")
+        with pytest.raises(UsageError, match=text):
+            H5Dataset(path, keys=wrong)
+
+
+def test_tv_tensors_are_told_apart_by_torchvision(tmp_path, path, images):
+    from torchvision import tv_tensors
+    from torchvision.transforms import v2
+
+    masks = [m[:, :, :1].copy() for m in random_images(10, seed=5)]
+    masked = write_packed(tmp_path / "m.h5", images, masks=masks)
+    image, mask = H5Dataset(masked, output="tv_tensor")[3]
+    assert (type(image), image.dtype) == (tv_tensors.Image, torch.uint8)
+    assert (type(mask), mask.dtype, mask.shape) == (tv_tensors.Mask, torch.int64, (32, 32))
+    assert is_view(masked, image.data_ptr(), image.nbytes)
+    assert np.array_equal(mask.numpy(), masks[3][:, :, 0])
+    flip = v2.RandomHorizontalFlip(1)
+    flipped, same = H5Dataset(masked, output="tv_tensor", transforms=flip)[3]
+    assert torch.equal(flipped, image.flip(-1))
+    assert torch.equal(same, mask.flip(-1))
+    as_stored = H5Dataset(masked, output="tv_tensor", target_dtype=torch.uint8)
+    assert (type(as_stored[3][1]), as_stored[3][1].dtype) == (tv_tensors.Mask, torch.uint8)
+    assert as_stored.aspect == "source"
+    image, label = H5Dataset(path, output="tv_tensor")[3]
+    assert (type(image), label) == (tv_tensors.Image, 1)
+    batch, _ = next(iter(make_dataloader(as_stored, 4, num_workers=0)))
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_transform_that_takes_other_images_is_told_the_output(path):
+    from torchvision.transforms import ToTensor
+
+    ds = H5Dataset(path, ToTensor())
+    text = re.escape(
+        "transform=ToTensor does not take what output='tensor' gives (pic should be PIL Image or "
+        "ndarray. Got <class 'torch.Tensor'>): give output=\"pil\" for PIL images, as ImageFolder "
+        'gives them or "numpy" for uint8 arrays (H, W, C)'
+    )
+    with pytest.raises(UsageError, match=text):
+        ds[0]
+    assert H5Dataset(path, ToTensor(), output="pil")[0][0].shape == (3, 32, 32)
+    failing = H5Dataset(path, transforms=lambda image, target: (image.no_such, target))
+    with pytest.raises(UsageError, match=r"transforms=<lambda> does not take .*no attribute 'no_s"):
+        failing[0]
+    fails_later = H5Dataset(path, lambda image: image[0, 0, 0] + "1" if ds.note else image)
+    ds.note = False
+    fails_later[0]
+    ds.note = True
+    with pytest.raises(TypeError):  # a defect of the transform's own
+        fails_later[1]
+
+
+MISTAKES = [
+    (
+        lambda p: H5Dataset(p, loader=str.lower),
+        "loader=lower would never be called, for images come from the packed file: leave it out, "
+        'and say by output="tensor", "pil", "numpy" or "tv_tensor" what they are',
+    ),
+    (
+        lambda p: H5Dataset(p, is_valid_file=str.islower),
+        "is_valid_file=islower cannot leave items out of a packed file: use torch.utils.data.Sub",
+    ),
+    (lambda p: H5Dataset(p, "pil"), "transform='pil' is no function: give a function, or leave it"),
+    (lambda p: H5Dataset(p, None, 3), "target_transform=3 is no function: give a function, or le"),
+    (
+        lambda p: H5Dataset(p, transforms=3),
+        "transforms=3 is no function: give a function, or leave",
+    ),
+    (lambda p: H5Dataset(5), "root=5 is no path: give a packed file, or a list of some"),
+    (
+        lambda p: H5Dataset(p, str, transforms=str),
+        "transform beside transforms: give transforms alone, called on (image, target), or trans",
+    ),
+    (
+        lambda p: setattr(H5Dataset(p, transforms=str), "transform", str),
+        "transform beside transforms: give transforms alone",
+    ),
+    (
+        lambda p: setattr(H5Dataset(p, transforms=str), "target_transform", str),
+        "target_transform beside transforms: give transforms alone",
+    ),
+    (
+        lambda p: setattr(H5Dataset(p), "loader", str),
+        "loader cannot be changed, for it says how the packed file is read: make another H5Dataset",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mistake", "text"), MISTAKES)
+def test_a_mistake_is_one_sentence(path, mistake, text):
+    with pytest.raises(UsageError, match="^" + re.escape(text)):
+        mistake(path)
+
+
+def test_a_folder_is_to_be_packed_first(tmp_path):
+    (tmp_path / "my photos").mkdir()
+    where = str(tmp_path / "my photos")
+    text = re.escape(
+        f"root={where!r} is a folder: pack it with `pack-h5 '{where}' 'my photos.h5'`, and give "
+        "that file"
+    )
+    for root in (where, tmp_path / "my photos", [where]):
+        with pytest.raises(UsageError, match=text):
+            H5Dataset(root)
 
 
 def test_lists_are_made_at_first_use_and_not_pickled(path):
@@ -306,7 +511,7 @@ def test_transforms_are_called_as_in_torchvision(path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"output": "cupy"}, "output='cupy' is not one of tensor, pil, numpy"),
+        ({"output": "cupy"}, "output='cupy' is not one of tensor, pil, numpy, tv_tensor"),
         ({"aspect": "true"}, "aspect='true' is not one of stored, source"),
     ],
 )

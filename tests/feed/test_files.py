@@ -150,7 +150,7 @@ def test_paths_by_pattern_come_sorted_and_a_literal_name_wins(tmp_path):
 def test_naming_no_file_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"x\*\.h5' matches no file; check the pattern"):
         expand_paths(tmp_path / "x*.h5")
-    with pytest.raises(UsageError, match=r"path=\[\] names no file"):
+    with pytest.raises(UsageError, match=r"root=\[\] names no file"):
         expand_paths([])
     with pytest.raises(FileNotFoundError):
         PackedFiles(expand_paths(tmp_path / "x.h5"))

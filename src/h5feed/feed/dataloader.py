@@ -40,7 +40,10 @@ def collate(samples: list[Any]) -> Any:
 
     Raises UsageError where the images of a batch differ in size.
     """
-    if type(samples[0]) is not tuple:
+    first = samples[0]
+    if type(first) is dict:  # what keys= makes of a sample
+        return {key: _stack([sample[key] for sample in samples]) for key in first}
+    if type(first) is not tuple:
         return default_collate(samples)
     return [_stack(column) for column in zip(*samples, strict=True)]
 
@@ -175,7 +178,7 @@ def _packed(dataset: Any) -> H5Dataset | None:
 
 def _only_copies(dataset: H5Dataset) -> bool:
     return (
-        dataset.transform is None
+        dataset.image_transform is None
         and dataset.output != "pil"
         and dataset.aspect == "stored"
         and all(spec.encoding == "raw" for spec in dataset.pixels.specs.values())

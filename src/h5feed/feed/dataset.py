@@ -1,8 +1,10 @@
 """`H5Dataset`: a packed file where torchvision's ImageFolder was."""
 
 import operator
+import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -16,7 +18,15 @@ from h5feed.feed.image import (
     Output,
     first_squeezed,
     image_reader,
-    in_dtype,
+    mask_reader,
+)
+from h5feed.feed.imagefolder import (
+    FixedDict,
+    FixedList,
+    StandardTransform,
+    cannot_edit,
+    check_imagefolder_arguments,
+    short_name,
 )
 from h5feed.feed.options import check_whole
 from h5feed.jpeg import MAX_PIXELS
@@ -24,6 +34,7 @@ from h5feed.jpeg import MAX_PIXELS
 __all__ = ["H5Dataset"]
 
 Transform = Callable[[Any], Any]
+Transforms = Callable[[Any, Any], tuple[Any, Any]]
 Value = TypeVar("Value")
 # What __setstate__ makes anew rather than pickling it.
 _REMADE = ("_image", "_target", "_lists")
@@ -39,10 +50,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     the same: whoever reads the item later gets the file's pixels. From the first write on, images
     are copies, about 7 to 30 µs for 256² pixels. (Two views of one item that were both taken
     before the first write are the same memory.) With `output="numpy"` the image is a read-only
-    uint8 (H, W, C) view, with `output="pil"` a PIL image.
+    uint8 (H, W, C) view, with `output="pil"` a PIL image, with `output="tv_tensor"` the tensor as
+    torchvision's `tv_tensors.Image`, and a mask as int64 `tv_tensors.Mask`.
 
     The label is an int; or a float32 tensor (K,) where the file has several targets an item;
-    or, where it has masks, the item's mask: uint8 (H, W) in the same output.
+    or, where it has masks, the item's mask: uint8 (H, W) in the same output. With
+    `keys=("pixel_values", "labels")` a sample is a dict of these two.
 
     >>> ds = H5Dataset("photos.h5")
     >>> image, label = ds[0]
@@ -51,9 +64,9 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     >>> len(ds), ds.targets[:4]
     (12, [0, 1, 0, 1])
 
-    It has ImageFolder's attributes, which are read-only: to leave items out use
-    `torch.utils.data.Subset` (or `H5Loader(indices=)`), to change labels `target_transform`;
-    `ds.targets.copy()` is a list of your own.
+    It has ImageFolder's arguments in their order, and its attributes. The lists are read-only: to
+    leave items out use `torch.utils.data.Subset` (or `H5Loader(indices=)`), to change labels
+    `target_transform`; `ds.targets.copy()` is a list of your own.
 
     It pickles as paths, options and transforms, and can be used under fork, spawn, forkserver and
     threads, opened before or after.
@@ -61,30 +74,46 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def __init__(
         self,
-        path: FilePath | Sequence[FilePath],
-        *,
+        root: FilePath | Sequence[FilePath],
         transform: Transform | None = None,
         target_transform: Transform | None = None,
-        output: Output = "tensor",
+        loader: Callable[[str], Any] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+        *,
+        transforms: Transforms | None = None,
+        output: Output | None = None,
         aspect: Aspect | None = None,
         target_dtype: torch.dtype | None = None,
+        keys: tuple[str, str] | None = None,
+        image_root: FilePath | None = None,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        """Open `path`: a file, a glob pattern, or a sequence of files packed alike.
+        """Open `root`: a packed file, a glob pattern, or a sequence of files packed alike.
 
-        `transform` is called on each image and `target_transform` on each label or mask, as in
-        torchvision.
+        `transform` is called on each image and `target_transform` on each label or mask, or in
+        the place of both `transforms` on (image, target), as in torchvision.
+
+        `loader`, `is_valid_file` and `allow_empty` stand where ImageFolder has them. Images come
+        from the packed file: torchvision's own loaders mean `output="pil"`, and others are
+        refused, as is `is_valid_file`. Classes without images are kept as they were packed.
 
         `aspect="source"` undoes what `--fit` did to an image's proportions: it resizes a stretched
         one (short side as stored) and cuts a padded one out of its letterbox; then images have
         different sizes. `aspect="stored"` hands images out as they lie in the file. By default
-        it is "source" with `output="pil"`, as ImageFolder's images are, and else "stored"; but a
-        `transform` never meets squeezed images unless `aspect="stored"` says so, and the first
-        that `ds[i]` gives otherwise comes with a warning. H5Loader needs none of this.
+        it is "source" with `output="pil"`, as ImageFolder's images are, and with "tv_tensor";
+        else "stored"; but a `transform` never meets squeezed images unless `aspect="stored"` says
+        so, and the first that `ds[i]` gives otherwise comes with a warning. H5Loader needs none
+        of this.
 
         `target_dtype` is what labels and masks are made before `target_transform` gets them: most
         losses want masks as torch.int64, and they are stored as uint8, an eighth of the bytes.
         Class numbers are then tensors without axes.
+
+        `keys` names image and target: `ds[i]` is then a dict, which Hugging Face's Trainer takes.
+
+        `image_root` is the folder that was packed: the paths of `samples` then begin with it, and
+        open.
 
         `max_pixels` is the most that an image may be stored at: what a file says of its images
         decides how much memory is asked for, before anything is decoded.
@@ -92,6 +121,9 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         Raises FileNotFoundError, H5FormatError where a file is not a sound h5feed file or has a
         larger image, and UsageError for a wrong argument.
         """
+        check_imagefolder_arguments(loader, is_valid_file)
+        if output is None:
+            output = "tensor" if loader is None else "pil"
         _check_choice("output", output, get_args(Output))
         if aspect is not None:
             _check_choice("aspect", aspect, get_args(Aspect))
@@ -105,29 +137,36 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._unasked = self.aspect == "stored" and aspect is None
         self._warns = self._unasked
         self._target_dtype = target_dtype
+        self._keys = _checked_keys(keys)
+        self._image_root = _checked_image_root(image_root)
         self.max_pixels = max_pixels
-        self.pixels = PackedFiles(expand_paths(path), max_pixels=max_pixels)
+        self.pixels = PackedFiles(expand_paths(root), max_pixels=max_pixels)
         self._lists: dict[str, Any] = {}
+        self._transforms: Transforms | None = None
+        self._proven = False
         self.transform = transform
         self.target_transform = target_transform
+        if transforms is not None:
+            self.transforms = transforms
         self._bind()
 
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
+    def __getitem__(self, index: int) -> Any:
         at = self._plain(index)
         if self._warns:
             self._warn_squeezed("ds[i]")  # for whoever transforms what comes from here
-        image = self._image(at)
-        if self.transform is not None:
-            image = self.transform(image)
-        target = self._target(at)
-        if self.target_transform is not None:
-            target = self.target_transform(target)
-        return image, target
+        image, target = self._image(at), self._target(at)
+        if self.image_transform is not None:
+            image, target = self._transformed(image, target)
+        if self._target_transform is not None:
+            target = self._target_transform(target)
+        if self._keys is None:
+            return image, target
+        return {self._keys[0]: image, self._keys[1]: target}
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples, after telling the kernel which bytes they need."""
         plain = [self._plain(index) for index in indices]
         self.pixels.announce(plain)
@@ -143,12 +182,28 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """Whether images come as they are stored, or in their source's proportions."""
         if self._given_aspect is not None:
             return self._given_aspect
-        return "source" if self.output == "pil" else "stored"
+        return "source" if self.output in ("pil", "tv_tensor") else "stored"
 
     @property
     def target_dtype(self) -> torch.dtype | None:
         """What labels and masks are handed out as; None is as they are stored."""
         return self._target_dtype
+
+    @property
+    def keys(self) -> tuple[str, str] | None:
+        """The names of image and target in a sample; None where a sample is a tuple."""
+        return self._keys
+
+    @property
+    def root(self) -> str | list[str]:
+        """The packed file, as an absolute path; a list of several."""
+        paths = self.pixels.paths
+        return paths[0] if len(paths) == 1 else list(paths)
+
+    @property
+    def image_root(self) -> str | None:
+        """The folder that the paths of `samples` begin with, where one was given."""
+        return self._image_root
 
     @property
     def transform(self) -> Transform | None:
@@ -157,9 +212,49 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
-        if transform is not None and self._unasked and (squeezed := self._squeezed()):
-            raise UsageError(f"transform would see {squeezed}")
+        self._check_transform("transform", transform)
         self._transform = transform
+
+    @property
+    def target_transform(self) -> Transform | None:
+        """Called on each label or mask; may be replaced at any time."""
+        return self._target_transform
+
+    @target_transform.setter
+    def target_transform(self, target_transform: Transform | None) -> None:
+        _check_callable("target_transform", target_transform)
+        if target_transform is not None and self._transforms is not None:
+            raise _one_or_the_other("target_transform")
+        self._target_transform = target_transform
+
+    @property
+    def transforms(self) -> Transforms | None:
+        """Called on (image, target); what was given as such, or `transform` and `target_transform`.
+
+        None where there are none of these. May be replaced at any time.
+        """
+        if self._transforms is None and (self.transform or self.target_transform):
+            return StandardTransform(self.transform, self.target_transform)
+        return self._transforms
+
+    @transforms.setter
+    def transforms(self, transforms: Transforms | None) -> None:
+        if isinstance(transforms, StandardTransform):  # what another dataset's `transforms` gave
+            self._transforms = None
+            self.transform, self.target_transform = (
+                transforms.transform,
+                transforms.target_transform,
+            )
+            return
+        if transforms is not None and (self.transform or self.target_transform):
+            raise _one_or_the_other("transform" if self.transform else "target_transform")
+        self._check_transform("transforms", transforms)
+        self._transforms = transforms
+
+    @property
+    def image_transform(self) -> Transform | Transforms | None:
+        """Whichever of `transform` and `transforms` images pass through; None where neither."""
+        return self._transforms if self._transforms is not None else self._transform
 
     @property
     def images(self) -> Tensor:
@@ -193,14 +288,14 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     @property
     def classes(self) -> list[str]:
         """Class names in the order of their numbers."""
-        return self._once("classes", lambda: _FixedList("classes", self.pixels.classes))
+        return self._once("classes", lambda: FixedList("classes", self.pixels.classes))
 
     @property
     def class_to_idx(self) -> dict[str, int]:
         """Class number by name."""
         return self._once(
             "class_to_idx",
-            lambda: _FixedDict("class_to_idx", {c: i for i, c in enumerate(self.classes)}),
+            lambda: FixedDict("class_to_idx", {c: i for i, c in enumerate(self.classes)}),
         )
 
     @property
@@ -211,20 +306,24 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """
         labels = self.pixels.labels
         if labels.ndim == 1:
-            return self._once("targets", lambda: _FixedList("targets", labels.tolist()))
+            return self._once("targets", lambda: FixedList("targets", labels.tolist()))
         fixed = labels.view()
         fixed.flags.writeable = False
         return fixed
 
     @property
     def samples(self) -> list[tuple[str, Any]]:
-        """(source path relative to the packed folder, label) of each item.
+        """(source path, label) of each item; the path is relative to the packed folder.
 
-        A read-only list, made at the first use: about 1 µs and 200 bytes an item.
+        With `image_root` it begins with that. A read-only list, made at the first use: about 1 µs
+        and 200 bytes an item.
         """
 
         def make() -> list[tuple[str, Any]]:
-            return _FixedList("samples", zip(self.pixels.keys(), self.targets, strict=True))
+            paths = self.pixels.keys()
+            if self._image_root is not None:
+                paths = [os.path.join(self._image_root, path) for path in paths]
+            return FixedList("samples", zip(paths, self.targets, strict=True))
 
         return self._once("samples", make)
 
@@ -233,18 +332,52 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """The same as `samples`, as in torchvision."""
         return self.samples
 
+    @property
+    def loader(self) -> Callable[[str], Any]:
+        """Function that makes the image of a path of `samples`, from the packed file.
+
+        For code that takes ImageFolder's `samples` and `loader` apart.
+        """
+        return self._load
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """The lower-case extensions of the images that were packed, such as (".jpg", ".png")."""
+
+        def make() -> tuple[str, ...]:
+            return tuple(sorted({os.path.splitext(path)[1].lower() for path, _ in self.samples}))
+
+        return self._once("extensions", make)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED:
-            raise _cannot_edit(name)
+            raise cannot_edit(name)
+        found = getattr(type(self), name, None)
+        if isinstance(found, property) and found.fset is None:
+            raise UsageError(
+                f"{name} cannot be changed, for it says how the packed file is read: make another "
+                "H5Dataset"
+            )
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         spec = self.pixels.specs["images"]
         size = f"{spec.height}x{spec.width}, " if spec.is_fixed else ""
-        return (
-            f"H5Dataset({self.pixels.name!r}: {len(self)} items, {len(self.classes)} classes, "
-            f"{size}store={spec.encoding}, fit={spec.fit}, output={self.output})"
-        )
+        lines = [
+            f"Dataset {type(self).__name__}",
+            f"Number of datapoints: {len(self)}",
+            f"Root location: {self.pixels.name}",
+            f"Classes: {len(self.classes)}",
+            f"Stored: {size}store={spec.encoding}, fit={spec.fit}",
+            f"Output: {self.output}, aspect={self.aspect}",
+            *self.extra_repr().splitlines(),
+            *([] if self.transforms is None else repr(self.transforms).splitlines()),
+        ]
+        return "\n    ".join(lines)
+
+    def extra_repr(self) -> str:
+        """Return further lines of the repr; for subclasses, as in torchvision."""
+        return ""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _REMADE}
@@ -263,13 +396,61 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def _target_reader(self) -> Callable[[int], Any]:
         dtype, labels = self.target_dtype, self.pixels.labels
         if "masks" in self.pixels.specs:
-            read = image_reader(self.pixels, "masks", output=self.output, aspect=self.aspect)
-            return read if dtype is None else in_dtype(read, dtype, self.output)
+            return mask_reader(self.pixels, output=self.output, aspect=self.aspect, dtype=dtype)
         if labels.ndim == 2:
             return lambda index: torch.tensor(labels[index], dtype=dtype)
         if dtype is not None:
             return lambda index: torch.tensor(labels.item(index), dtype=dtype)
         return labels.item
+
+    def _load(self, path: str) -> Any:
+        numbers = self._once("numbers", lambda: {p: i for i, (p, _) in enumerate(self.samples)})
+        at = numbers.get(path)
+        if at is None:
+            raise UsageError(
+                f"loader({path!r}): {self.pixels.name} has no image of that path; it takes the "
+                "paths of ds.samples"
+            )
+        if len(numbers) < len(self):
+            raise UsageError(
+                f"loader({path!r}): some images of {self.pixels.name} have the same path, which "
+                "tells none of them; use ds[i]"
+            )
+        return self._image(at)
+
+    def _transformed(self, image: Any, target: Any) -> tuple[Any, Any]:
+        """Return both after `transforms`, or after `transform` what that makes of the image."""
+        joint, alone = self._transforms, self._transform
+        try:
+            if joint is not None:
+                image, target = joint(image, target)
+            elif alone is not None:
+                image = alone(image)
+        except (TypeError, AttributeError) as ex:
+            if self._proven:
+                raise  # it has taken such images before
+            name = "transform" if joint is None else "transforms"
+            others = [f'"{key}" for {what}' for key, what in _GIVEN.items() if key != self.output]
+            raise UsageError(
+                f"{name}={short_name(self.image_transform)} does not take what "
+                f"output={self.output!r} gives ({ex}): give output={' or '.join(others)}"
+            ) from ex
+        self._proven = True
+        return image, target
+
+    def _check_transform(self, name: str, given: Any) -> None:
+        """Refuse what is no function, is there twice, or would see squeezed images."""
+        _check_callable(name, given)
+        if given is None:
+            return
+        if name == "transform" and self._transforms is not None:
+            raise _one_or_the_other("transform")
+        if self._unasked and (squeezed := self._squeezed()):
+            raise UsageError(
+                f'{name} would see {squeezed}; output="pil" gives PIL images in true proportions, '
+                "as ImageFolder does"
+            )
+        self._proven = False
 
     def _squeezed(self) -> str | None:
         """Say that images come squeezed, by the first that does; None where none does."""
@@ -304,53 +485,48 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         return found
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")
+_GIVEN: dict[Output, str] = {
+    "pil": "PIL images, as ImageFolder gives them",
+    "numpy": "uint8 arrays (H, W, C)",
+    "tensor": "uint8 tensors (C, H, W)",
+}
 
 
-def _cannot_edit(name: str) -> UsageError:
+def _check_callable(name: str, given: Any) -> None:
+    if given is not None and not callable(given):
+        raise UsageError(f"{name}={given!r} is no function: give a function, or leave it out")
+
+
+def _one_or_the_other(name: str) -> UsageError:
     return UsageError(
-        f"{name} cannot be edited, for ds[i] and loaders read the packed file: to leave items out "
-        "use torch.utils.data.Subset(ds, indices) or H5Loader(ds, ..., indices=), to change labels "
-        f"target_transform; {name}.copy() is one of your own"
+        f"{name} beside transforms: give transforms alone, called on (image, target), or transform "
+        "and target_transform"
     )
 
 
-def _refuse_edit(self: Any, *_: Any, **__: Any) -> Any:
-    raise _cannot_edit(self.name)
+def _checked_keys(keys: Any) -> tuple[str, str] | None:
+    if keys is None:
+        return None
+    names = tuple(keys) if isinstance(keys, Sequence) and not isinstance(keys, str) else ()
+    if len(set(names)) != 2 or len(names) != 2 or not all(isinstance(n, str) and n for n in names):
+        raise UsageError(
+            f"keys={keys!r} is not two names, of image and target: give "
+            'keys=("pixel_values", "labels")'
+        )
+    return names[0], names[1]
 
 
-_refuse: Any = _refuse_edit
+def _checked_image_root(image_root: FilePath | None) -> str | None:
+    if image_root is None:
+        return None
+    folder = os.path.expanduser(os.fspath(image_root))
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"image_root={folder!r} is no folder: give the folder that was packed, or leave it out"
+        )
+    return folder
 
 
-class _FixedList(list[Any]):
-    """A list that refuses to be edited. Copies of it, pickled ones too, are plain lists."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str, values: Iterable[Any]) -> None:
-        super().__init__(values)
-        self.name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-
-
-class _FixedDict(dict[str, int]):
-    """The same of a dict, which json.dumps takes as one."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str, values: dict[str, int]) -> None:
-        super().__init__(values)
-        self.name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-    clear = pop = popitem = setdefault = update = _refuse
-    __setitem__ = __delitem__ = __ior__ = _refuse
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")

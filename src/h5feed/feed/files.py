@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import shlex
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -321,22 +322,35 @@ def _reopen(paths: list[str], fingerprints: list[str], max_pixels: int) -> Packe
     return pixels
 
 
-def expand_paths(path: FilePath | Sequence[FilePath]) -> list[str]:
-    """Return the files that `path` names: one file, a glob pattern, or a sequence of files.
+def expand_paths(root: FilePath | Sequence[FilePath]) -> list[str]:
+    """Return the files that `root` names: one file, a glob pattern, or a sequence of files.
 
-    A pattern's files come in sorted order. Raises UsageError where nothing is named.
+    A pattern's files come in sorted order. Raises UsageError where nothing is named, or a folder.
     """
-    if not isinstance(path, str | os.PathLike):
-        paths = [os.fspath(p) for p in path]
-        if not paths:
-            raise UsageError(f"path={path!r} names no file; give at least one packed file")
-        return paths
-    name = os.fspath(path)
+    if isinstance(root, str | os.PathLike):
+        paths = _matching(os.path.expanduser(os.fspath(root)))
+    elif isinstance(root, Sequence) and all(isinstance(path, str | os.PathLike) for path in root):
+        paths = [os.fspath(path) for path in root]
+    else:
+        raise UsageError(f"root={root!r} is no path: give a packed file, or a list of some")
+    if not paths:
+        raise UsageError(f"root={root!r} names no file; give at least one packed file")
+    for path in paths:
+        if os.path.isdir(path):
+            out = shlex.quote(Path(path).resolve().name + ".h5")
+            raise UsageError(
+                f"root={path!r} is a folder: pack it with `pack-h5 {shlex.quote(path)} {out}`, and "
+                "give that file"
+            )
+    return paths
+
+
+def _matching(name: str) -> list[str]:
     if Path(name).exists() or not glob.has_magic(name):
         return [name]
     paths = sorted(glob.glob(name, recursive=True))
     if not paths:
-        raise UsageError(f"path={name!r} matches no file; check the pattern")
+        raise UsageError(f"root={name!r} matches no file; check the pattern")
     return paths
 
 

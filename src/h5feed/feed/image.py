@@ -24,6 +24,7 @@ from h5feed.jpeg import (
     nv12_to_rgb,
     read_header,
 )
+from h5feed.optional import require
 
 __all__ = [
     "Aspect",
@@ -31,11 +32,11 @@ __all__ = [
     "Output",
     "first_squeezed",
     "image_reader",
-    "in_dtype",
+    "mask_reader",
     "source_size",
 ]
 
-Output = Literal["tensor", "pil", "numpy"]
+Output = Literal["tensor", "pil", "numpy", "tv_tensor"]
 Aspect = Literal["stored", "source"]
 U8 = npt.NDArray[np.uint8]
 
@@ -51,14 +52,18 @@ def image_reader(
     """Return the function that makes item `index` of a field into what `output` says.
 
     "tensor": uint8 (C, H, W) in channels_last memory, (H, W) for masks; "numpy": uint8
-    (H, W, C) or (H, W), read-only; "pil": an RGB or L image. Views of the file wherever the
+    (H, W, C) or (H, W), read-only; "pil": an RGB or L image; "tv_tensor": the tensor as
+    torchvision's Image, or Mask. Views of the file wherever the
     field is raw and nothing is resized (an RGB image of PIL is always a copy).
     """
-    read = _stored_reader(pixels, field, writable=output == "tensor")
+    read = _stored_reader(pixels, field, writable=output in ("tensor", "tv_tensor"))
     if aspect == "source":
         read = _true_proportions(pixels, field, read)
     if pixels.specs[field].channels == 1:
         read = _without_channel(read)
+    if output == "tv_tensor":
+        kind = _tv_tensors().Image if field == "images" else _tv_tensors().Mask
+        return lambda index: _as_tensor(read(index)).as_subclass(kind)
     finishers: dict[Output, Callable[[U8], Any]] = {
         "tensor": _as_tensor,
         "numpy": _as_readonly,
@@ -68,10 +73,21 @@ def image_reader(
     return lambda index: finish(read(index))
 
 
-def in_dtype(
-    read: Callable[[int], Any], dtype: torch.dtype, output: Output
+def mask_reader(
+    pixels: PackedFiles, *, output: Output, aspect: Aspect, dtype: torch.dtype | None
 ) -> Callable[[int], Any]:
-    """Return `read` with what it gives as `dtype`; UsageError where `output` has none such."""
+    """Return the function that makes mask `index` into what `output` says, as `dtype`.
+
+    By default it is as stored, uint8; but int64 with "tv_tensor", which is what losses take.
+    Raises UsageError where `output` has no such dtype.
+    """
+    if output == "tv_tensor":
+        plain = mask_reader(pixels, output="tensor", aspect=aspect, dtype=dtype or torch.int64)
+        mask = _tv_tensors().Mask
+        return lambda index: plain(index).as_subclass(mask)
+    read = image_reader(pixels, "masks", output=output, aspect=aspect)
+    if dtype is None:
+        return read
     if output == "tensor":
         return lambda index: read(index).to(dtype)
     kind: Any = None
@@ -83,6 +99,10 @@ def in_dtype(
             'out, or take output="tensor"'
         )
     return lambda index: read(index).astype(kind)
+
+
+def _tv_tensors() -> Any:
+    return require("torchvision.tv_tensors", "train")
 
 
 def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, int]:

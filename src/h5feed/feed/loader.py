@@ -486,9 +486,10 @@ def check_arguments(ds: Any, **numbers: Any) -> None:
             f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader (for a part "
             "of an H5Dataset give H5Loader the whole and indices=)"
         )
-    if ds.transform is not None:
+    if ds.image_transform is not None:
+        name = "transform" if ds.transform is not None else "transforms"
         raise UsageError(
-            f"ds.transform={ds.transform!r} would have to run in Python for every image: give "
+            f"ds.{name}={ds.image_transform!r} would have to run in Python for every image: give "
             "H5Loader ops of h5feed.augment instead, or use make_dataloader"
         )
     if ds.output != "tensor" or ds.aspect != "stored":
