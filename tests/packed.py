@@ -16,6 +16,7 @@ from h5feed.store import (
     read_index,
     write_file,
 )
+from h5feed.store.fields import continue_checksums
 from h5feed.store.layout import LIBVER, fingerprint
 
 
@@ -31,7 +32,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     """Pack `images` (a list of uint8 arrays or bytes, as `spec` stores them) into `path`.
 
     Further keyword arguments: masks (list of (H, W, 1) arrays), source_shapes, stored_shapes,
-    boxes, keys.
+    boxes, keys, further (FieldValues by name).
     """
     count = len(images)
     spec = spec or image_spec(size=images[0].shape[:2])
@@ -55,11 +56,19 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
         key_bytes=np.frombuffer(b"".join(key_bytes), np.uint8),
         key_offsets=np.cumsum([0, *map(len, key_bytes)], dtype=np.int64),
         source_shapes=np.asarray(sources, np.int32),
-        crc32=crc,
+        crc32=continue_checksums(crc, kwargs.get("further", {})),
         boxes=kwargs.get("boxes"),
     )
     shapes = {"images": kwargs.get("stored_shapes")}
-    write_file(Path(path), fields, columns, payloads, {"made": "by a test"}, shapes=shapes)
+    write_file(
+        Path(path),
+        fields,
+        columns,
+        payloads,
+        {"made": "by a test"},
+        shapes=shapes,
+        further=kwargs.get("further"),
+    )
     return Path(path)
 
 
@@ -99,6 +108,7 @@ def write_provenance(path, text):
         text,
         {name: extent.offsets for name, extent in extents.items()},
         {name: extent.shapes for name, extent in extents.items()},
+        index.fields,
     )
     with h5py.File(path, "r+", libver=LIBVER) as file:
         file.attrs["provenance"] = np.bytes_(text.encode("utf-8", "surrogateescape"))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.jpeg import MAX_PIXELS
-from h5feed.store import Extent, FieldSpec, FileIndex, MappedFile
+from h5feed.store import Extent, FieldSpec, FieldType, FileIndex, MappedFile
 
 __all__ = [
     "BYTES_CHANGED",
@@ -68,6 +68,8 @@ class PackedFiles:
         """Absolute path of each file."""
         self.specs: dict[str, FieldSpec] = {n: e.spec for n, e in first.extents.items()}
         """What each pixel field holds, by name; "images" is first."""
+        self.field_types: dict[str, FieldType] = {n: e.type for n, e in first.fields.items()}
+        """What each further field holds, by name."""
         self.classes: tuple[str, ...] = first.classes
         self.labels: npt.NDArray[Any] = _join([i.labels for i in self.indexes])
         """int64 (N,), −1 where there is none; or float32 (N, K)."""
@@ -124,6 +126,22 @@ class PackedFiles:
         """
         number, local = self.locate(index)
         return self._readers[field][number](local)
+
+    def field_bytes(self, name: str, index: int) -> memoryview:
+        """Return the bytes of one item of a further field: a read-only view of the file."""
+        number, local = self.locate(index)
+        start, length = self.indexes[number].fields[name].item_range(local)
+        return self._mappings[number].data[start : start + length].data
+
+    def fixed_fields(self, name: str) -> list[npt.NDArray[Any]]:
+        """Return a further field of one shape as one view (N, …) for each file."""
+        return [
+            mapping.data[extent.start : extent.start + extent.nbytes]
+            .view(extent.type.dtype)
+            .reshape(extent.count, *extent.type.shape)
+            for mapping, index in self._files()
+            for extent in (index.fields[name],)
+        ]
 
     def writable(self, field: str, index: int) -> npt.NDArray[np.uint8]:
         """Return the same as memory of the caller's own; see MappedFile.writable."""
@@ -209,6 +227,8 @@ class PackedFiles:
         crc = 0
         for field in self.specs:
             crc = zlib.crc32(self.item(field, index).data, crc)
+        for field in self.field_types:
+            crc = zlib.crc32(self.field_bytes(field, index), crc)
         return crc == int(self.crc32[index])
 
     def damaged(self, field: str, index: int, what: str, then: str = "") -> DamagedItemError:
@@ -370,6 +390,7 @@ def check_alike(indexes: Sequence[FileIndex]) -> None:
     for other in indexes[1:]:
         for what, have, want in (
             ("pixel fields", _fields(other), _fields(first)),
+            ("further fields", _further(other), _further(first)),
             ("classes", other.classes, first.classes),
             ("kind of labels", _label_kind(other), _label_kind(first)),
             ("letterbox boxes", other.boxes is None, first.boxes is None),
@@ -383,6 +404,10 @@ def check_alike(indexes: Sequence[FileIndex]) -> None:
 
 def _fields(index: FileIndex) -> dict[str, FieldSpec]:
     return {name: extent.spec for name, extent in index.extents.items()}
+
+
+def _further(index: FileIndex) -> dict[str, FieldType]:
+    return {name: extent.type for name, extent in index.fields.items()}
 
 
 def _label_kind(index: FileIndex) -> tuple[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """What a packed file is. The only room that imports h5py."""
 
 from h5feed.store.check import CheckReport, DamagedItem, check_file
+from h5feed.store.fields import FieldExtent, FieldType, FieldValues
 from h5feed.store.layout import (
     Columns,
     Encoding,
@@ -20,7 +21,10 @@ __all__ = [
     "DamagedItem",
     "Encoding",
     "Extent",
+    "FieldExtent",
     "FieldSpec",
+    "FieldType",
+    "FieldValues",
     "FileIndex",
     "FileReader",
     "Fit",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from h5feed.errors import H5FormatError
+from h5feed.store.fields import FieldExtent
+from h5feed.store.layout import Extent
 from h5feed.store.read import FileReader
 from h5feed.system import available_cores
 
@@ -70,7 +72,7 @@ def check_file(
         return CheckReport(
             path=index.path,
             items=len(index),
-            payload_bytes=sum(extent.nbytes for extent in index.extents.values()),
+            payload_bytes=sum(extent.nbytes for extent in _extents(file)),
             error=None,
             damaged=tuple(_damaged(file, progress)),
         )
@@ -92,11 +94,16 @@ def _damaged(
 
 def _check_block(file: FileReader, start: int) -> list[DamagedItem]:
     items = range(start, min(start + _BLOCK, len(file.index)))
-    for extent in file.index.extents.values():
+    for extent in _extents(file):
         first, _ = extent.item_range(items[0])
         last, length = extent.item_range(items[-1])
         file.announce(first, last + length - first)
     return [damaged for item in items if (damaged := _check_item(file, item)) is not None]
+
+
+def _extents(file: FileReader) -> list[Extent | FieldExtent]:
+    """Return all fields in the order that checksums go."""
+    return [*file.index.extents.values(), *file.index.fields.values()]
 
 
 def _check_item(file: FileReader, item: int) -> DamagedItem | None:
@@ -112,7 +119,7 @@ def _check_item(file: FileReader, item: int) -> DamagedItem | None:
 
 def _checksum(file: FileReader, item: int) -> int:
     value = 0
-    for extent in file.index.extents.values():
+    for extent in _extents(file):
         start, length = extent.item_range(item)
         for at in range(start, start + length, _PIECE):
             value = zlib.crc32(file.read(at, min(_PIECE, start + length - at)), value)

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 
 from h5feed.errors import H5FormatError
+from h5feed.store.fields import FIELDS, FieldExtent, FieldType, is_field_name
 from h5feed.store.layout import (
     FORMAT,
     FORMAT_VERSION,
@@ -38,7 +39,7 @@ from h5feed.text import printable
 
 __all__ = ["Gate", "validated_index"]
 
-_MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes"}
+_MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes", FIELDS}
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
 _SPEC_NUMBERS = ("height", "width", "channels")
 _JPEG_HEADER = 1 << 16  # bytes that no item's headers reach; noise at quality 100 takes 4 a pixel
@@ -70,11 +71,15 @@ class Gate:
                 raise self.refuse(f"{_full(group, name)} is a soft or external link")
         return names
 
-    def group(self, parent: h5py.Group, name: str, members: set[str]) -> h5py.Group:
-        """Return the group `name` with exactly these members."""
+    def group(self, parent: h5py.Group, name: str, members: set[str] | None) -> h5py.Group:
+        """Return the group `name` with exactly these members; None is any hard links."""
         group = self._member(parent, name)
-        if not isinstance(group, h5py.Group) or set(self.members(group)) != members:
-            raise self.refuse(f"/{name} is not a group of {', '.join(sorted(members))}")
+        if not isinstance(group, h5py.Group):
+            raise self.refuse(f"{_full(parent, name)} is not a group")
+        if members not in (None, set(self.members(group))):
+            raise self.refuse(
+                f"{_full(parent, name)} is not a group of {', '.join(sorted(members or ()))}"
+            )
         return group
 
     def dataset(self, parent: h5py.Group, name: str) -> h5py.Dataset:
@@ -172,17 +177,20 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     columns = _columns(gate, file, labels, boxes="boxes" in names)
     _check_ranges(gate, columns, extents[IMAGES].spec)
     _check_sizes(gate, extents)
+    further = _further(gate, file, len(labels)) if FIELDS in names else {}
     provenance, seal = gate.text(file, "provenance"), gate.text(file, "fingerprint")
     specs = [extent.spec for extent in extents.values()]
     offsets = {name: extent.offsets for name, extent in extents.items()}
     shapes = {name: extent.shapes for name, extent in extents.items()}
     starts = [extent.start for extent in extents.values()]
-    if fingerprint(specs, starts, columns, provenance, offsets, shapes) != seal:
+    made = fingerprint(specs, starts, columns, provenance, offsets, shapes, further)
+    if made != seal:
         raise gate.refuse("its fingerprint does not match its contents (altered or damaged)")
     return FileIndex(
         path=str(gate.path),
         size=gate.size,
         extents=extents,
+        fields=further,
         **{column.name: getattr(columns, column.name) for column in fields(columns)},
         provenance=_read_provenance(gate, provenance),
         fingerprint=seal,
@@ -257,6 +265,37 @@ def _extent(
     _check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
     start = gate.address(data)
     return Extent(spec=spec, start=start, count=count, offsets=offsets, shapes=shapes)
+
+
+def _further(gate: Gate, file: h5py.File, count: int) -> dict[str, FieldExtent]:
+    """Return where the further fields lie, sorted by name; their bytes are not read."""
+    parent = gate.group(file, FIELDS, None)
+    return {name: _further_one(gate, parent, name, count) for name in sorted(parent)}
+
+
+def _further_one(gate: Gate, parent: h5py.Group, name: str, count: int) -> FieldExtent:
+    full = _full(parent, name)
+    if not is_field_name(name):
+        raise gate.refuse(f"{full} is no name that a field can have")
+    attributes = {key: gate.text(parent[name], key) for key in ("kind", "dtype", "shape")}
+    try:
+        kind = FieldType.from_attributes(attributes)
+    except ValueError as ex:
+        raise gate.refuse(f"{full}: {ex}") from ex
+    if kind.attributes() != attributes:
+        raise gate.refuse(f"{full} has attributes that h5feed does not write")
+    if kind.is_fixed:
+        data = gate.dataset(parent, name)
+        gate.expect(data, kind.dtype, (count, *kind.shape))
+        return FieldExtent(type=kind, start=gate.address(data), count=count, offsets=None)
+    group = gate.group(parent, name, {"bytes", "offsets"})
+    data = gate.dataset(group, "bytes")
+    gate.expect(data, "|u1", (None,))
+    offsets = gate.array(group, "offsets", "<i8", (count + 1,))
+    _check_offsets(gate, f"{full}/offsets", offsets, data.shape[0])
+    if (offsets % kind.row_bytes).any():
+        raise gate.refuse(f"{full}/offsets does not agree with rows of {kind.row_bytes} bytes")
+    return FieldExtent(type=kind, start=gate.address(data), count=count, offsets=offsets)
 
 
 def _spec(gate: Gate, file: h5py.File, name: str, images: FieldSpec | None) -> FieldSpec:

@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from h5feed.store.fields import FieldExtent
+
 __all__ = [
     "ALIGNMENT",
     "FORMAT",
@@ -260,7 +262,8 @@ class Columns:
     source_shapes: Int32
     """(N, 2) height and width of the source after EXIF rotation."""
     crc32: UInt32
-    """(N,) zlib.crc32 of an item's image payload, continued over its further fields in order."""
+    """(N,) zlib.crc32 of an item's image, continued over its mask and then its further fields,
+    sorted by name."""
     boxes: Int32 | None = None
     """(N, 4) top, left, height, width of the image inside the letterbox (fit="pad")."""
 
@@ -278,6 +281,8 @@ class FileIndex(Columns):
     """Bytes of the file."""
     extents: dict[str, Extent]
     """By field name; "images" is always there and first."""
+    fields: dict[str, FieldExtent]
+    """Further fields by name, sorted: numbers, arrays, text, JSON."""
     provenance: dict[str, Any]
     fingerprint: str
     """SHA-256 (hex) of everything here and, through crc32, of the pixels."""
@@ -300,18 +305,22 @@ def fingerprint(
     provenance: str,
     offsets: Mapping[str, np.ndarray[Any, Any] | None],
     shapes: Mapping[str, np.ndarray[Any, Any] | None],
+    further: Mapping[str, FieldExtent] | None = None,
 ) -> str:
     """SHA-256 (hex) over geometry, every small array and the provenance.
 
-    The pixels are covered through `columns.crc32`, and where they lie by `starts`: the byte
-    address of each field. At another address sound pixels would be read as other ones.
+    The pixels, and the bytes of `further` fields, are covered through `columns.crc32`, and where
+    they lie by `starts`, the byte address of each field, and the extents: at another address
+    sound bytes would be read as other ones.
     """
     digest = hashlib.sha256()
     geometry = [
         [spec.name, spec.attributes(), int(start)]
         for spec, start in zip(fields, starts, strict=True)
     ]
-    digest.update(canonical_json([FORMAT_VERSION, geometry, columns.classes]).encode())
+    others = sorted((further or {}).items())
+    described = [[name, *extent.described()] for name, extent in others]
+    digest.update(canonical_json([FORMAT_VERSION, geometry, described, columns.classes]).encode())
     digest.update(provenance.encode())
     arrays = [
         columns.labels,
@@ -324,6 +333,7 @@ def fingerprint(
     for spec in fields:
         if not spec.is_fixed:
             arrays += [offsets[spec.name], shapes[spec.name]]
+    arrays += [extent.offsets for _, extent in others]
     for array in arrays:
         if array is None:
             digest.update(b"-")

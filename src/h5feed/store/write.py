@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 
 from h5feed.disk import create_file, naming, open_file, rename_file, sync_file, write_at
+from h5feed.store.fields import FIELDS, FieldExtent, FieldValues
 from h5feed.store.layout import (
     ALIGNMENT,
     FORMAT,
@@ -49,7 +50,7 @@ def head_bytes(fields: Sequence[FieldSpec]) -> int:
     )
     offsets = {f.name: None if f.is_fixed else np.array([0, 1]) for f in fields}
     shapes = {f.name: None if f.is_fixed else np.ones((1, 2), np.int32) for f in fields}
-    _, places = _around_pixels(fields, columns, {}, offsets, shapes)
+    _, places = _around_pixels(fields, columns, {}, offsets, shapes, {})
     return places[fields[0].name][0]
 
 
@@ -63,17 +64,19 @@ def finalize(
     offsets: Arrays,
     shapes: Arrays,
     side: Mapping[str, Path],
+    further: Mapping[str, FieldValues] | None = None,
     check: bool = True,
 ) -> None:
     """Turn the payload in `partial` into the finished file `out`, all or nothing.
 
     `partial` holds the first field's items back to back from `head_bytes(fields)` on; `side`
     names a plain file for each further field, items back to back from byte 0. Fields that are
-    not fixed bring `offsets` (int64, N+1) and `shapes` (int32, N×2). Interrupted anywhere, it
+    not fixed bring `offsets` (int64, N+1) and `shapes` (int32, N×2). `further` has the values of
+    further fields, over which `columns.crc32` goes on. Interrupted anywhere, it
     can simply be called again: the payload in `partial` is never overwritten. Raises OSError
     that names the file, and H5FormatError where `check` finds that no reader would open it.
     """
-    rest, places = _around_pixels(fields, columns, provenance, offsets, shapes)
+    rest, places = _around_pixels(fields, columns, provenance, offsets, shapes, further or {})
     first = fields[0].name
     if places[first][0] != head_bytes(fields):
         raise AssertionError(f"HDF5 put {first} at {places[first][0]}, not after the head")
@@ -104,12 +107,13 @@ def write_file(
     provenance: dict[str, Any] | None = None,
     *,
     shapes: Arrays | None = None,
+    further: Mapping[str, FieldValues] | None = None,
 ) -> None:
     """Write a whole file from items in memory: the same bytes as packing would give.
 
     `payloads` has every field's items in order; `shapes` the stored sizes (int32, N×2) of the
-    items of fields that are not fixed. What fails leaves nothing behind. Whether the items make
-    sense is not checked: that is for the gate to find out.
+    items of fields that are not fixed; `further` the values of further fields. What fails leaves
+    nothing behind. Whether the items make sense is not checked: that is for the gate to find out.
     """
     partial = out.with_name(out.name + ".partial")
     offsets: dict[str, np.ndarray[Any, Any] | None] = {}
@@ -129,6 +133,7 @@ def write_file(
             offsets=offsets,
             shapes=shapes or {},
             side=side,
+            further=further,
             check=False,
         )
     except BaseException:
@@ -229,6 +234,7 @@ def _around_pixels(
     provenance: dict[str, Any],
     offsets: Arrays,
     shapes: Arrays,
+    further: Mapping[str, FieldValues],
 ) -> tuple[_MemoryFile, dict[str, tuple[int, int]]]:
     """Make all but the pixels; return it, and each pixel field's (address, bytes)."""
     text = canonical_json(provenance)
@@ -239,6 +245,7 @@ def _around_pixels(
         memory, "w", libver=LIBVER, alignment_threshold=1, alignment_interval=ALIGNMENT
     ) as file:
         places = {spec.name: _reserve(file, spec, len(columns), offsets) for spec in fields}
+        extents = _add_further(file, further)
     if memory.error is not None:
         raise memory.error
     starts = [start if length else 0 for start, length in places.values()]
@@ -251,7 +258,7 @@ def _around_pixels(
             "format_version": FORMAT_VERSION,
             "complete": 1,
             "provenance": text,
-            "fingerprint": fingerprint(fields, starts, columns, text, offsets, shapes),
+            "fingerprint": fingerprint(fields, starts, columns, text, offsets, shapes, extents),
         }
         for key, value in facts.items():
             file.attrs[key] = _attribute(value)
@@ -269,6 +276,29 @@ def _reserve(file: h5py.File, spec: FieldSpec, count: int, offsets: Arrays) -> t
         assert ends is not None
         pixels = _add_pixels(_new_group(file, spec.name), "bytes", (int(ends[-1]),))
     return pixels.id.get_offset(), pixels.id.get_storage_size()
+
+
+def _add_further(file: h5py.File, further: Mapping[str, FieldValues]) -> dict[str, FieldExtent]:
+    """Write the further fields, aligned as pixels are; return where each lies."""
+    if not further:
+        return {}
+    group, extents = _new_group(file, FIELDS), {}
+    for name, values in sorted(further.items()):
+        if values.offsets is None:
+            holder = data = _add_array(group, name, values.data)
+        else:
+            holder = _new_group(group, name)
+            data = _add_array(holder, "bytes", values.data)
+            _add_array(holder, "offsets", values.offsets)
+        for key, value in values.type.attributes().items():
+            holder.attrs[key] = _attribute(value)
+        extents[name] = FieldExtent(
+            type=values.type,
+            start=data.id.get_offset() or 0,
+            count=len(values),
+            offsets=values.offsets,
+        )
+    return extents
 
 
 def _describe(holder: Any, spec: FieldSpec, offsets: Arrays, shapes: Arrays) -> None:
@@ -306,8 +336,8 @@ def _add_columns(file: h5py.File, columns: Columns) -> None:
         _add_array(file, "boxes", columns.boxes)
 
 
-def _add_array(parent: h5py.Group, name: str, array: np.ndarray[Any, Any] | None) -> None:
-    parent.create_dataset(name, data=array, track_times=False)
+def _add_array(parent: h5py.Group, name: str, array: np.ndarray[Any, Any] | None) -> h5py.Dataset:
+    return parent.create_dataset(name, data=array, track_times=False)
 
 
 def _new_group(parent: h5py.Group, name: str) -> h5py.Group:
