@@ -10,6 +10,7 @@ import pytest
 
 from h5feed.errors import H5FormatError
 from h5feed.store import read_index
+from h5feed.store.check import check_file
 from h5feed.store.layout import canonical_json, fingerprint
 from packed import image_spec, mask_spec, random_images, write_packed, write_provenance
 
@@ -296,7 +297,30 @@ def test_masks_that_packing_never_writes(tmp_path, options, shape, said):
 def test_a_field_of_another_name(packed):
     with h5py.File(packed, "r+") as file:
         file.copy("images", "depth")
-    assert "/depth is nothing that h5feed writes" in refusal(packed)
+    assert refusal(packed) == (
+        f"{packed}: /depth is nothing that h5feed writes; move it below /user, where what is yours "
+        "may lie, or pack the images again with pack-h5"
+    )
+
+
+def test_what_is_the_user_s_own_lies_below_user_and_is_never_opened(packed):
+    before = read_index(packed)
+    with h5py.File(packed, "a") as file:  # as anyone would, with HDF5's own defaults
+        file["fold"] = np.arange(10)
+        file.attrs["note"] = "mine"
+        file["images"].attrs["camera"] = "none"
+    assert "/fold is nothing that h5feed writes; move it below /user" in refusal(packed)
+    with h5py.File(packed, "a") as file:
+        file.move("fold", "user/fold")
+        file["user/captions"] = ["a cat", "a dog"]
+        file["user"].create_dataset("squeezed", data=np.zeros(1000), compression="gzip")
+        file["user/elsewhere"] = h5py.ExternalLink("other.h5", "/x")
+    assert read_index(packed).fingerprint == before.fingerprint
+    assert check_file(packed).is_sound
+    with h5py.File(packed, "a") as file:
+        del file["user"]
+        file["user"] = h5py.ExternalLink("other.h5", "/x")
+    assert "/user is a soft or external link" in refusal(packed)
 
 
 KEEP = {"spec": image_spec(size=(8, 8), fit="keep")}

@@ -40,6 +40,7 @@ from h5feed.text import printable
 __all__ = ["Gate", "validated_index"]
 
 _MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes", FIELDS}
+_USER = "user"  # what lies below it is the user's own, and never opened
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
 _SPEC_NUMBERS = ("height", "width", "channels")
 _JPEG_HEADER = 1 << 16  # bytes that no item's headers reach; noise at quality 100 takes 4 a pixel
@@ -166,8 +167,11 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     _check_root(gate, file)
     names = gate.members(file)
     for name in names:
-        if name not in _MEMBERS:
-            raise gate.refuse(f"/{name} is nothing that h5feed writes")
+        if name != _USER and name not in _MEMBERS:
+            raise H5FormatError(
+                f"{gate.path}: /{printable(name)} is nothing that h5feed writes; move it below "
+                f"/{_USER}, where what is yours may lie, or pack the images again with pack-h5"
+            )
     if IMAGES not in names:
         raise gate.refuse("it has no /images")
     labels = _labels(gate, file)
