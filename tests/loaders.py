@@ -37,7 +37,7 @@ def write_kind(path, kind, count=12, side=32):
     if varied or encoding == "jpeg":
         options["stored_shapes"] = shapes.astype(np.int32)
     if fit == "pad":
-        options["boxes"] = np.tile(np.int32([4, 0, 24, 32]), (count, 1))
+        options["letterbox"] = np.tile(np.int32([4, 0, 24, 32]), (count, 1))
     sources = shapes * 3 if varied else np.tile([60, 80], (count, 1))
     return write_packed(
         path, [store(image) for image in images], spec=spec, source_shapes=sources, **options

@@ -32,7 +32,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     """Pack `images` (a list of uint8 arrays or bytes, as `spec` stores them) into `path`.
 
     Further keyword arguments: masks (list of (H, W, 1) arrays), source_shapes, stored_shapes,
-    boxes, keys, further (FieldValues by name).
+    letterbox, keys, further (FieldValues by name).
     """
     count = len(images)
     spec = spec or image_spec(size=images[0].shape[:2])
@@ -57,7 +57,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
         key_offsets=np.cumsum([0, *map(len, key_bytes)], dtype=np.int64),
         source_shapes=np.asarray(sources, np.int32),
         crc32=continue_checksums(crc, kwargs.get("further", {})),
-        boxes=kwargs.get("boxes"),
+        letterbox=kwargs.get("letterbox"),
     )
     shapes = {"images": kwargs.get("stored_shapes")}
     write_file(

@@ -153,7 +153,7 @@ def test_aspect_source_cuts_a_padded_image_out_without_a_copy(tmp_path):
     images = random_images(2, (64, 64))
     boxes = np.int32([[8, 0, 48, 64], [0, 16, 64, 32]])
     path = write_packed(
-        tmp_path / "p.h5", images, spec=image_spec(size=(64, 64), fit="pad"), boxes=boxes
+        tmp_path / "p.h5", images, spec=image_spec(size=(64, 64), fit="pad"), letterbox=boxes
     )
     ds = H5Dataset(path, aspect="source")
     for i, (top, left, height, width) in enumerate(boxes.tolist()):

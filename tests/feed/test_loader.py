@@ -94,7 +94,7 @@ def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
             Draws(3, 0, np.array([index])),
             stored,
             stored if kind == "crop" else pixels.source_shapes[[index]],
-            None if pixels.boxes is None else pixels.boxes[[index]],
+            None if pixels.letterbox is None else pixels.letterbox[[index]],
         )
         out = np.empty((1, 16, 16, 3), np.uint8)
         image = pixels.item("images", index) if yuv else ds[index][0]

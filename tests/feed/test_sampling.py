@@ -106,12 +106,14 @@ def test_padding_goes_on_from_the_beginning():
 COUNT = 1_000_000
 
 
-def pixels(fit, *, boxes=None):
+def pixels(fit, *, letterbox=None):
     """A million images of one stored size, as far as parameters need to know them."""
     stored = np.broadcast_to(np.int32([32, 32]), (COUNT, 2))
     source = np.tile(np.int32([60, 80]), (COUNT, 1))
     specs = {"images": SimpleNamespace(fit=fit)}
-    return SimpleNamespace(stored_shapes=stored, source_shapes=source, specs=specs, boxes=boxes)
+    return SimpleNamespace(
+        stored_shapes=stored, source_shapes=source, specs=specs, letterbox=letterbox
+    )
 
 
 def draw(pixels, indices):

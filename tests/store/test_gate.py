@@ -191,9 +191,9 @@ def test_class_number_without_a_class(tmp_path):
 def test_box_outside_the_letterbox(tmp_path, box):
     boxes = np.tile(np.int32(box), (3, 1))
     path = write_packed(
-        tmp_path / "x.h5", random_images(3), boxes=boxes, spec=image_spec(fit="pad")
+        tmp_path / "x.h5", random_images(3), letterbox=boxes, spec=image_spec(fit="pad")
     )
-    assert "/boxes has a box outside" in refusal(path)
+    assert "/letterbox has a box outside" in refusal(path)
 
 
 def encoded(path):
@@ -367,10 +367,10 @@ def test_a_source_longer_than_any(tmp_path):
 
 def test_boxes_without_a_letterbox_and_a_letterbox_without_boxes(tmp_path):
     boxes = np.tile(np.int32([0, 0, 4, 4]), (2, 1))
-    path = write_packed(tmp_path / "x.h5", random_images(2), boxes=boxes)
-    assert "/boxes belongs to fit=pad, and /images has fit=stretch" in refusal(path)
+    path = write_packed(tmp_path / "x.h5", random_images(2), letterbox=boxes)
+    assert "/letterbox belongs to fit=pad, and /images has fit=stretch" in refusal(path)
     path = write_packed(tmp_path / "y.h5", random_images(2), spec=image_spec(fit="pad"))
-    assert "/boxes belongs to fit=pad, and it has none" in refusal(path)
+    assert "/letterbox belongs to fit=pad, and it has none" in refusal(path)
 
 
 def test_targets_of_no_numbers(tmp_path):

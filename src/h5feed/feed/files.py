@@ -77,8 +77,8 @@ class PackedFiles:
         """(N, 2) height and width of each source image."""
         self.crc32: npt.NDArray[np.uint32] = _join([i.crc32 for i in self.indexes])
         """(N,) of each item's bytes as packed, its fields in order."""
-        self.boxes: npt.NDArray[np.int32] | None = (
-            None if first.boxes is None else _join([i.boxes for i in self.indexes])
+        self.letterbox: npt.NDArray[np.int32] | None = (
+            None if first.letterbox is None else _join([i.letterbox for i in self.indexes])
         )
         """(N, 4) top, left, height, width inside the letterbox, for fit="pad"."""
         self.fingerprint: str = joint_fingerprint(self.indexes)
@@ -393,7 +393,7 @@ def check_alike(indexes: Sequence[FileIndex]) -> None:
             ("further fields", _further(other), _further(first)),
             ("classes", other.classes, first.classes),
             ("kind of labels", _label_kind(other), _label_kind(first)),
-            ("letterbox boxes", other.boxes is None, first.boxes is None),
+            ("letterboxes", other.letterbox is None, first.letterbox is None),
         ):
             if have != want:
                 raise UsageError(

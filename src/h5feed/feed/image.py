@@ -241,8 +241,8 @@ def _true_proportions(
 ) -> Callable[[int], U8]:
     """Undo what fitting did to the proportions: stretched is resized, padded is cut out."""
     spec = pixels.specs[field]
-    if spec.fit == "pad" and pixels.boxes is not None:
-        boxes = pixels.boxes
+    if spec.fit == "pad" and pixels.letterbox is not None:
+        boxes = pixels.letterbox
 
         def cut(index: int) -> U8:
             top, left, height, width = boxes[index].tolist()

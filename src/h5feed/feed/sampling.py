@@ -262,12 +262,12 @@ class Drawing:
         self._stored = pixels.stored_shapes
         cropped = pixels.specs["images"].fit == "crop"  # what was cut off is gone
         self._source = self._stored if cropped else pixels.source_shapes
-        self._boxes = pixels.boxes
+        self._letterbox = pixels.letterbox
 
     def __call__(self, draws: Draws, indices: Indices) -> Params:
         """Return the parameters of samples `indices`, one row of `draws` each."""
         stored, source = (_rows(a, indices) for a in (self._stored, self._source))
-        boxes = None if self._boxes is None else _rows(self._boxes, indices)
+        boxes = None if self._letterbox is None else _rows(self._letterbox, indices)
         return self.pipeline.draw(draws, stored, source, boxes)
 
 

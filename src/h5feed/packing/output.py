@@ -336,7 +336,7 @@ def _columns(results: Results) -> Columns:
         key_offsets=key_offsets,
         source_shapes=np.ascontiguousarray(rows["source_shape"]),
         crc32=np.ascontiguousarray(rows["crc32"]),
-        boxes=np.ascontiguousarray(rows["box"]) if "box" in (rows.dtype.names or ()) else None,
+        letterbox=np.ascontiguousarray(rows["box"]) if "box" in (rows.dtype.names or ()) else None,
     )
 
 

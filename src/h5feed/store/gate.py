@@ -39,7 +39,9 @@ from h5feed.text import printable
 
 __all__ = ["Gate", "validated_index"]
 
-_MEMBERS = {IMAGES, MASKS, "labels", "classes", "keys", "source_shapes", "crc32", "boxes", FIELDS}
+_MEMBERS = {
+    IMAGES, MASKS, FIELDS, "labels", "classes", "keys", "source_shapes", "crc32", "letterbox",
+}  # fmt: skip
 _USER = "user"  # what lies below it is the user's own, and never opened
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
 _SPEC_NUMBERS = ("height", "width", "channels")
@@ -178,7 +180,7 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     extents = {IMAGES: _extent(gate, file, IMAGES, len(labels))}
     if MASKS in names:
         extents[MASKS] = _extent(gate, file, MASKS, len(labels), extents[IMAGES].spec)
-    columns = _columns(gate, file, labels, boxes="boxes" in names)
+    columns = _columns(gate, file, labels, letterbox="letterbox" in names)
     _check_ranges(gate, columns, extents[IMAGES].spec)
     _check_sizes(gate, extents)
     further = _further(gate, file, len(labels)) if FIELDS in names else {}
@@ -228,7 +230,7 @@ def _labels(gate: Gate, file: h5py.File) -> Any:
     return data[()]
 
 
-def _columns(gate: Gate, file: h5py.File, labels: Any, *, boxes: bool) -> Columns:
+def _columns(gate: Gate, file: h5py.File, labels: Any, *, letterbox: bool) -> Columns:
     count = len(labels)
     keys = gate.group(file, "keys", {"bytes", "offsets"})
     key_bytes = gate.array(keys, "bytes", "|u1", (None,))
@@ -241,7 +243,7 @@ def _columns(gate: Gate, file: h5py.File, labels: Any, *, boxes: bool) -> Column
         key_offsets=key_offsets,
         source_shapes=gate.array(file, "source_shapes", "<i4", (count, 2)),
         crc32=gate.array(file, "crc32", "<u4", (count,)),
-        boxes=gate.array(file, "boxes", "<i4", (count, 4)) if boxes else None,
+        letterbox=gate.array(file, "letterbox", "<i4", (count, 4)) if letterbox else None,
     )
 
 
@@ -345,19 +347,19 @@ def _check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
     if known and labels.ndim == 1 and labels.max() >= known:
         raise gate.refuse(f"/labels has a class number outside 0 to {known - 1}")
     _check_sides(gate, "/source_shapes", columns.source_shapes, MAX_SOURCE_SIDE)
-    if columns.boxes is None and spec.fit == "pad":
-        raise gate.refuse("/boxes belongs to fit=pad, and it has none")
-    if columns.boxes is not None and spec.fit != "pad":
-        raise gate.refuse(f"/boxes belongs to fit=pad, and /images has fit={spec.fit}")
-    if columns.boxes is not None:
-        boxes = columns.boxes.astype(np.int64)
+    if columns.letterbox is None and spec.fit == "pad":
+        raise gate.refuse("/letterbox belongs to fit=pad, and it has none")
+    if columns.letterbox is not None and spec.fit != "pad":
+        raise gate.refuse(f"/letterbox belongs to fit=pad, and /images has fit={spec.fit}")
+    if columns.letterbox is not None:
+        boxes = columns.letterbox.astype(np.int64)
         ends = boxes[:, :2] + boxes[:, 2:]
         if (
             boxes[:, :2].min() < 0
             or boxes[:, 2:].min() < 1
             or (ends > (spec.height, spec.width)).any()
         ):
-            raise gate.refuse("/boxes has a box outside the stored image")
+            raise gate.refuse("/letterbox has a box outside the stored image")
 
 
 def _check_sides(gate: Gate, name: str, shapes: Int32, most: int) -> None:

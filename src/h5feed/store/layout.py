@@ -264,7 +264,7 @@ class Columns:
     crc32: UInt32
     """(N,) zlib.crc32 of an item's image, continued over its mask and then its further fields,
     sorted by name."""
-    boxes: Int32 | None = None
+    letterbox: Int32 | None = None
     """(N, 4) top, left, height, width of the image inside the letterbox (fit="pad")."""
 
     def __len__(self) -> int:
@@ -328,7 +328,7 @@ def fingerprint(
         columns.key_offsets,
         columns.source_shapes,
         columns.crc32,
-        columns.boxes,
+        columns.letterbox,
     ]
     for spec in fields:
         if not spec.is_fixed:

@@ -332,8 +332,8 @@ def _add_columns(file: h5py.File, columns: Columns) -> None:
     _add_array(keys, "offsets", columns.key_offsets)
     _add_array(file, "source_shapes", columns.source_shapes)
     _add_array(file, "crc32", columns.crc32)
-    if columns.boxes is not None:
-        _add_array(file, "boxes", columns.boxes)
+    if columns.letterbox is not None:
+        _add_array(file, "letterbox", columns.letterbox)
 
 
 def _add_array(parent: h5py.Group, name: str, array: np.ndarray[Any, Any] | None) -> h5py.Dataset:
