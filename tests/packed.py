@@ -16,7 +16,7 @@ from h5feed.store import (
     read_index,
     write_file,
 )
-from h5feed.store.fields import continue_checksums
+from h5feed.store.fields import FieldType, FieldValues, continue_checksums
 from h5feed.store.layout import LIBVER, fingerprint
 
 
@@ -70,6 +70,18 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
         further=kwargs.get("further"),
     )
     return Path(path)
+
+
+def further_fields(count):
+    """Values of fields `price`, `boxes` (two a row) and `caption` for `count` items."""
+    boxes = FieldType(kind="boxes", dtype="float32", shape=(4,))
+    return {
+        "price": FieldValues.of_fixed(np.arange(count) / 2, "float64"),
+        "boxes": FieldValues.of_arrays(
+            [np.array([[1, 2, 3, 4], [k, k, k + 5, k + 9]]) for k in range(count)], boxes
+        ),
+        "caption": FieldValues.of_texts([f"image {k}" for k in range(count)]),
+    }
 
 
 def write_sparse(path, count, side):

@@ -5,11 +5,11 @@ from importlib import import_module
 
 import pytest
 
-from packed import random_images, write_packed
+from packed import further_fields, random_images, write_packed
 from packing.folders import make_folder
 
 AUGMENT = ["affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline"]
-FEED = ["dataloader", "dataset", "loader", "sampling", "tune"]
+FEED = ["dataloader", "dataset", "fields", "loader", "sampling", "tune"]
 MODULES = [
     *(f"h5feed.augment.{name}" for name in AUGMENT),
     "h5feed.disk",
@@ -20,6 +20,7 @@ MODULES = [
     "h5feed.packing.run",
     "h5feed.progress",
     "h5feed.store.check",
+    "h5feed.store.fields",
     "h5feed.store.layout",
     "h5feed.store.read",
     "h5feed.system",
@@ -31,10 +32,12 @@ MODULES = [
 def _examples_folder(tmp_path, monkeypatch):
     """The working folder of examples: `images` has two classes of twelve images each.
 
-    `photos.h5` has twelve images of two classes, 64x64.
+    `photos.h5` has twelve images of two classes, 64x64; `fields.h5` the same with further fields.
     """
     make_folder(tmp_path / "images")
-    write_packed(tmp_path / "photos.h5", random_images(12, (64, 64)))
+    images = random_images(12, (64, 64))
+    write_packed(tmp_path / "photos.h5", images)
+    write_packed(tmp_path / "fields.h5", images, further=further_fields(12))
     monkeypatch.chdir(tmp_path)
 
 

@@ -10,11 +10,12 @@ from h5feed.store.fields import FieldType, FieldValues
 from h5feed.store.read import MappedFile
 from packed import random_images, write_packed
 
+BOXES = FieldType(kind="boxes", dtype="float32", shape=(4,))
 FURTHER = {
     "price": FieldValues.of_fixed([1.5, -2.0, 0.25], "float64"),
     "tags": FieldValues.of_fixed([[0, 1], [1, 1], [0, 0]], "uint8"),
     "boxes": FieldValues.of_arrays(
-        [np.arange(8).reshape(2, 4), np.zeros((0, 4)), np.ones((1, 4))], "float32", (4,)
+        [np.arange(8).reshape(2, 4), np.zeros((0, 4)), np.ones((1, 4))], BOXES
     ),
     "caption": FieldValues.of_texts(["a cat", "", "zwei Hünde 🐕"]),
     "meta": FieldValues.of_json([{"b": 1, "a": None}, [], "x"]),
@@ -76,7 +77,7 @@ def test_check_finds_every_flipped_byte(packed, name):
 
 
 def test_all_items_without_a_single_row(tmp_path):
-    none = FieldValues.of_arrays([np.zeros((0, 4))] * 3, "float32", (4,))
+    none = FieldValues.of_arrays([np.zeros((0, 4))] * 3, BOXES)
     file = MappedFile(write_packed(tmp_path / "b.h5", random_images(3), further={"boxes": none}))
     assert value(file, "boxes", 1).shape == (0, 4)
     assert check_file(tmp_path / "b.h5").is_sound
@@ -109,11 +110,11 @@ def odd_kind(file):
 
 
 def huge_rows(file):
-    file["fields/boxes"].attrs["shape"] = np.bytes_(b"4,99999999999")
+    file["fields/tags"].attrs["shape"] = np.bytes_(b"4,99999999999")
 
 
 def spelled_otherwise(file):
-    file["fields/boxes"].attrs["shape"] = np.bytes_(b"04")
+    file["fields/tags"].attrs["shape"] = np.bytes_(b"02")
 
 
 def bad_name(file):
@@ -146,10 +147,13 @@ def not_a_group(file):
     [
         (shorten_offsets, "/fields/caption/offsets is not rising from 0 to 21"),
         (odd_offsets, "/fields/boxes/offsets does not agree with rows of 16 bytes"),
-        (other_rows, "/fields/boxes/offsets does not agree with rows of 32 bytes"),
-        (odd_kind, "/fields/meta: kind='pickle' is none of fixed, array, text, json"),
-        (huge_rows, r"/fields/boxes: shape=\(4, 99999999999\) is no shape of an item"),
-        (spelled_otherwise, "/fields/boxes has attributes that h5feed does not write"),
+        (other_rows, r"/fields/boxes: kind=boxes is float32 \(4,\), not float32 \(8,\)"),
+        (
+            odd_kind,
+            "/fields/meta: kind='pickle' is none of fixed, array, boxes, keypoints, text, json",
+        ),
+        (huge_rows, r"/fields/tags: shape=\(4, 99999999999\) is no shape of an item"),
+        (spelled_otherwise, "/fields/tags has attributes that h5feed does not write"),
         (bad_name, "/fields/label is no name that a field can have"),
         (other_type, r"/fields/price is float32 \(3,\), not float64 \(3,\)"),
         (text_as_json, "its fingerprint does not match"),
@@ -175,8 +179,14 @@ def test_fields_at_another_address_are_refused(packed):
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "shape"),
-    [("fixed", "int8", ()), ("text", "float32", ()), ("array", "float32", (0,)), ("set", "", ())],
+    [
+        ("fixed", "int8", ()),
+        ("text", "float32", ()),
+        ("array", "float32", (0,)),
+        ("keypoints", "float32", (3,)),
+        ("set", "", ()),
+    ],
 )
 def test_types_that_are_none(kind, dtype, shape):
-    with pytest.raises(ValueError, match=r"is none of|is bytes|is no shape"):
+    with pytest.raises(ValueError, match=r"is none of|is bytes|is no shape|is float32"):
         FieldType(kind=kind, dtype=dtype, shape=shape)

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import DamagedItemError, UsageError
 from h5feed.feed.device import DeviceTransfer, Resident
+from h5feed.feed.fields import field_batch, is_place
 from h5feed.feed.files import GO_ON, PackedFiles, cannot_be
 from h5feed.feed.image import JpegItems
 from h5feed.feed.memory import Ring, Slot
@@ -52,6 +53,7 @@ class BatchBuilder:
         target_transform: applied to each label or mask.
         target_dtype: of labels and masks; None leaves them as they are stored.
         with_index: deliver the samples' indices as well.
+        target: what comes beside the images; None is masks, or else labels.
         resident: the images, where the device gathers them by itself; None where threads do.
 
     """
@@ -69,6 +71,7 @@ class BatchBuilder:
         target_transform: Callable[[Any], Any] | None,
         target_dtype: torch.dtype | None,
         with_index: bool,
+        target: str | tuple[str, ...] | None = None,
         resident: Resident | None = None,
     ) -> None:
         self.pixels = pixels
@@ -84,6 +87,8 @@ class BatchBuilder:
                 "float32; leave target_dtype out"
             )
         self._with_index = with_index
+        self._named = target
+        self._check_named()
         self.resident = resident
         self._batch_size = batch_size
         self._keep = keep
@@ -91,7 +96,8 @@ class BatchBuilder:
         self._dtype = torch.uint8 if pipeline is None or as_stored else pipeline.out_dtype
         self.drawing = None if pipeline is None else Drawing(pixels, pipeline)
         """What draws the parameters of a batch; None where nothing happens to it."""
-        specs = [s for s in pixels.specs.values() if resident is None or s.name != "images"]
+        without = {*(["images"] if resident else []), *(["masks"] if self._skips_masks else [])}
+        specs = [spec for spec in pixels.specs.values() if spec.name not in without]
         self.fields: tuple[Field, ...] = tuple(self._field(spec) for spec in specs)
         """What the loader's threads fill."""
 
@@ -143,6 +149,11 @@ class BatchBuilder:
             return self.pixels.place("images", int(indices[k]))
 
         transform, dtype = self._target_transform, self._target_dtype
+        if isinstance(self._named, tuple):
+            return {part: self._value(part, indices, masks) for part in self._named}
+        if self._named not in (None, "label", "mask"):
+            values = self._value(self._named, indices, masks)
+            return values if transform is None else transform_targets(values, transform, name)
         if not masks:
             labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
             labels = transform_targets(labels, transform, name, dtype)
@@ -152,6 +163,48 @@ class BatchBuilder:
         if len(masks) > 1:
             return {key: transform_targets(m, None, name, dtype) for key, m in masks.items()}
         return transform_targets(next(iter(masks.values())), transform, name, dtype)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self._named,) if isinstance(self._named, str) else self._named or ()
+
+    @property
+    def _skips_masks(self) -> bool:
+        return self._named is not None and "mask" not in self._names
+
+    def _check_named(self) -> None:
+        """Refuse what would be done to one target, where several or others come."""
+        if self._named in (None, "label", "mask"):
+            return
+        places = [n for n in self._names if is_place(self.pixels, n)]
+        if places and self.pipeline is not None:
+            raise UsageError(
+                f"target={places[0]!r} with augment={self.pipeline.ops!r}: H5Loader's ops do not "
+                "move boxes and keypoints with their images yet; leave augment out, or transform "
+                "samples of H5Dataset"
+            )
+        kind = self.pixels.field_types.get(str(self._named))
+        if self._target_transform is not None and (kind is None or not kind.is_fixed):
+            raise UsageError(
+                f"target_transform with target={self._named!r}: H5Loader gives it one tensor's "
+                "rows, and this is none; leave target_transform out, and change what the loader "
+                "gives"
+            )
+        if self.pipeline is not None and self.pipeline.uses_batch:
+            raise UsageError(
+                f"target={self._named!r} with augment={self.pipeline.ops!r}: labels are mixed "
+                'alone; give target="label"'
+            )
+
+    def _value(self, name: str, indices: Indices, masks: dict[str, Any]) -> Any:
+        """Return one of several targets of a batch, as it is stored, on the device."""
+        if name == "mask":
+            return transform_targets(masks["masks"], None, str, self._target_dtype)
+        if name == "label":
+            labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
+            return self._small(labels.to(self._target_dtype or labels.dtype))
+        values = field_batch(self.pixels, name, indices)
+        return [self._small(v) for v in values] if isinstance(values, list) else self._small(values)
 
     def _small(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and tensor.device != self.transfer.device:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from h5feed.errors import UsageError
+from h5feed.feed.fields import Fields, Target, field_value, is_place, target_names
 from h5feed.feed.files import FilePath, PackedFiles, expand_paths
 from h5feed.feed.image import (
     Aspect,
@@ -86,6 +87,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         aspect: Aspect | None = None,
         target_dtype: torch.dtype | None = None,
         keys: tuple[str, str] | None = None,
+        target: Target = None,
         image_root: FilePath | None = None,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
@@ -111,6 +113,10 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         Class numbers are then tensors without axes.
 
         `keys` names image and target: `ds[i]` is then a dict, which Hugging Face's Trainer takes.
+
+        `target` says what comes beside the image: "label", "mask", or the name of a further field
+        (see `fields`). Several names, or "all", make it a dict of them. Arrays are then tensors
+        (numpy arrays with `output="numpy"`), one number is a Python number, text is str.
 
         `image_root` is the folder that was packed: the paths of `samples` then begin with it, and
         open.
@@ -141,6 +147,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._image_root = _checked_image_root(image_root)
         self.max_pixels = max_pixels
         self.pixels = PackedFiles(expand_paths(root), max_pixels=max_pixels)
+        self._named_targets = target_names(target, self.pixels)
         self._lists: dict[str, Any] = {}
         self._transforms: Transforms | None = None
         self._proven = False
@@ -193,6 +200,19 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def keys(self) -> tuple[str, str] | None:
         """The names of image and target in a sample; None where a sample is a tuple."""
         return self._keys
+
+    @property
+    def target(self) -> str | tuple[str, ...] | None:
+        """What comes beside the image: a name, several, or None for the mask or else the label."""
+        return self._named_targets
+
+    @property
+    def fields(self) -> Fields:
+        """The further fields that were packed, such as boxes and captions, by name.
+
+        `ds.fields["caption"][i]` reads that item's value alone.
+        """
+        return self._once("fields", lambda: Fields(self.pixels))
 
     @property
     def root(self) -> str | list[str]:
@@ -394,8 +414,25 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._target = self._target_reader()
 
     def _target_reader(self) -> Callable[[int], Any]:
+        names = self._named_targets
+        if names is None:
+            return self._value_reader("mask" if "masks" in self.pixels.specs else "label")
+        if isinstance(names, str):
+            return self._value_reader(names)
+        readers = {name: self._value_reader(name) for name in names}
+        return lambda index: {name: read(index) for name, read in readers.items()}
+
+    def _value_reader(self, name: str) -> Callable[[int], Any]:
+        """Return what reads one item's label, mask or further field."""
+        if self.aspect == "source" and is_place(self.pixels, name):
+            raise UsageError(
+                f'target={name!r} with aspect="source": {name} lie in the image as it is stored, '
+                'and not in its source\'s proportions; give aspect="stored"'
+            )
+        if name in self.pixels.field_types:
+            return field_value(self.pixels, name, self.output)
         dtype, labels = self.target_dtype, self.pixels.labels
-        if "masks" in self.pixels.specs:
+        if name == "mask":
             return mask_reader(self.pixels, output=self.output, aspect=self.aspect, dtype=dtype)
         if labels.ndim == 2:
             return lambda index: torch.tensor(labels[index], dtype=dtype)

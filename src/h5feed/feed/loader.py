@@ -366,6 +366,7 @@ class H5Loader(PackedLoader):
             target_transform=ds.target_transform,
             target_dtype=ds.target_dtype,
             with_index=with_index,
+            target=ds.target,
             resident=resident,
         )
         check_room(self._builder.rings, prefetch + 1)

@@ -27,7 +27,7 @@ __all__ = [
 FIELDS = "fields"
 """The group of the file that holds them."""
 
-Kind = Literal["fixed", "array", "text", "json"]
+Kind = Literal["fixed", "array", "boxes", "keypoints", "text", "json"]
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 
@@ -52,11 +52,13 @@ class FieldType:
     """
 
     kind: Kind
-    """"fixed": `dtype` of one shape; "array": any number of rows; "text"; "json"."""
+    """"fixed": `dtype` of one shape; "array": any number of rows; "text"; "json".
+    "boxes": an array of float32 (n, 4), left, top, right and bottom in stored pixels; "keypoints":
+    one of float32 (n, K, 3), x and y in stored pixels and COCO's visibility, 0 to 2."""
     dtype: str = "uint8"
     """"float32", "float64", "int64" or "uint8"; of text and JSON it is uint8, their bytes."""
     shape: tuple[int, ...] = ()
-    """Of an item of kind "fixed", () for a number; of a row of kind "array"."""
+    """Of an item of kind "fixed", () for a number; else of a row."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -65,6 +67,11 @@ class FieldType:
             raise ValueError(f"dtype={self.dtype!r} is none of {', '.join(_DTYPES)}")
         if self.kind in ("text", "json") and (self.dtype, self.shape) != ("uint8", ()):
             raise ValueError(f"kind={self.kind} is bytes, not {self.dtype} {self.shape}")
+        if self.kind == "boxes" and (self.dtype, self.shape) != ("float32", (4,)):
+            raise ValueError(f"kind=boxes is float32 (4,), not {self.dtype} {self.shape}")
+        rows = self.kind == "keypoints" and (len(self.shape) != 2 or self.shape[-1] != 3)
+        if rows or (self.kind == "keypoints" and self.dtype != "float32"):
+            raise ValueError(f"kind=keypoints is float32 (K, 3), not {self.dtype} {self.shape}")
         sides = self.shape
         if min(sides, default=1) < 1 or len(sides) > 8 or math.prod(sides) > _MOST_NUMBERS:
             raise ValueError(f"shape={self.shape} is no shape of an item")
@@ -76,7 +83,7 @@ class FieldType:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of an item of kind "fixed", of a row of kind "array", of a byte of the others."""
+        """Bytes of an item of kind "fixed", of a row of an array, 1 for text and JSON."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def attributes(self) -> dict[str, str]:
@@ -116,7 +123,8 @@ class FieldType:
 class FieldValues:
     """The values of one field of N items, in memory: what packing writes.
 
-    >>> boxes = FieldValues.of_arrays([np.ones((2, 4)), np.ones((0, 4))], "float32", (4,))
+    >>> kind = FieldType(kind="boxes", dtype="float32", shape=(4,))
+    >>> boxes = FieldValues.of_arrays([np.ones((2, 4)), np.ones((0, 4))], kind)
     >>> len(boxes), boxes.offsets.tolist(), boxes.item(0).nbytes
     (2, [0, 32, 32], 32)
     """
@@ -137,12 +145,10 @@ class FieldValues:
         return cls(type=FieldType(kind="fixed", dtype=dtype, shape=data.shape[1:]), data=data)
 
     @classmethod
-    def of_arrays(
-        cls, values: Sequence[Array], dtype: str, shape: tuple[int, ...]
-    ) -> "FieldValues":
-        """Return a field of arrays (n, *shape), each with its own n."""
-        kind = FieldType(kind="array", dtype=dtype, shape=shape)
-        return cls._joined(kind, [np.ascontiguousarray(rows, dtype).tobytes() for rows in values])
+    def of_arrays(cls, values: Sequence[Array], kind: FieldType) -> "FieldValues":
+        """Return a field of arrays (n, *kind.shape), each with its own n."""
+        items = [np.ascontiguousarray(rows, kind.dtype).tobytes() for rows in values]
+        return cls._joined(kind, items)
 
     @classmethod
     def of_texts(cls, values: Sequence[str]) -> "FieldValues":
@@ -156,9 +162,14 @@ class FieldValues:
         return cls._joined(FieldType(kind="json"), [text.encode() for text in texts])
 
     @classmethod
+    def of_bytes(cls, kind: FieldType, data: Any, offsets: Int64) -> "FieldValues":
+        """Return a field of items that lie back to back in `data`, uint8 or bytes."""
+        return cls(type=kind, data=np.frombuffer(data, np.uint8), offsets=offsets)
+
+    @classmethod
     def _joined(cls, kind: FieldType, items: Sequence[bytes]) -> "FieldValues":
         offsets = np.cumsum([0, *map(len, items)], dtype=np.int64)
-        return cls(type=kind, data=np.frombuffer(b"".join(items), np.uint8), offsets=offsets)
+        return cls.of_bytes(kind, b"".join(items), offsets)
 
     def item(self, index: int) -> memoryview:
         """Return the bytes of one item."""

@@ -1,0 +1,167 @@
+"""Further fields of items (boxes, captions, numbers) by name, and what comes as the target."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from h5feed.errors import UsageError
+from h5feed.feed.files import PackedFiles
+from h5feed.store import FieldType
+
+__all__ = [
+    "FieldColumn",
+    "Fields",
+    "Target",
+    "field_batch",
+    "field_value",
+    "is_place",
+    "target_names",
+]
+
+Target = str | Sequence[str] | None
+"""None: the mask, where there are masks, or else the label; a name, several, or "all"."""
+Indices = NDArray[np.int64]
+
+
+class FieldColumn(Sequence[Any]):
+    """One further field of all items: `column[i]` reads one item, and no other.
+
+    It is a number; a read-only array of the field's shape, or (n, …) of each item's own length; a
+    str; or what JSON can say. `numpy.asarray(column)` of a field whose items have one shape is
+    (N, …), without a copy where it lies in one file.
+
+    >>> from h5feed import H5Dataset
+    >>> boxes = H5Dataset("fields.h5").fields["boxes"]
+    >>> len(boxes), boxes[0].shape, boxes[0].dtype
+    (12, (2, 4), dtype('float32'))
+    >>> np.asarray(H5Dataset("fields.h5").fields["price"])[:3]
+    array([0. , 0.5, 1. ])
+    """
+
+    def __init__(self, pixels: PackedFiles, name: str) -> None:
+        self._pixels = pixels
+        self.name = name
+        self.type: FieldType = pixels.field_types[name]
+        """What the items are: kind, dtype and shape."""
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def __getitem__(self, index: Any) -> Any:
+        at, count = operator.index(index), len(self)
+        if not -count <= at < count:
+            raise IndexError(f"index {at} is out of range for {count} items")
+        return self.read(at + count if at < 0 else at)
+
+    def read(self, index: int) -> Any:
+        """Return the value of item `index`, 0 ≤ index < N; DamagedItemError where it is none."""
+        try:
+            return self.type.value(self._pixels.field_bytes(self.name, index))
+        except (ValueError, RecursionError) as ex:
+            raise self._pixels.damaged(
+                f"fields/{self.name}", index, f"cannot be read: {ex}"
+            ) from ex
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if not self.type.is_fixed:
+            raise UsageError(
+                f"field {self.name!r} of {self._pixels.name} is {self.type.kind}, not one array: "
+                f"take fields[{self.name!r}][i]"
+            )
+        parts = self._pixels.fixed_fields(self.name)
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
+
+    def __repr__(self) -> str:
+        kind = self.type
+        shape = (len(self), *kind.shape) if kind.is_fixed else f"{len(self)} of {kind.kind}"
+        return f"FieldColumn({self.name!r}: {shape}, {kind.dtype})"
+
+
+class Fields(Mapping[str, FieldColumn]):
+    """The further fields of a dataset by name.
+
+    >>> from h5feed import H5Dataset
+    >>> sorted(H5Dataset("fields.h5").fields)
+    ['boxes', 'caption', 'price']
+    """
+
+    def __init__(self, pixels: PackedFiles) -> None:
+        self._columns = {name: FieldColumn(pixels, name) for name in pixels.field_types}
+        self._name = pixels.name
+
+    def __getitem__(self, name: str) -> FieldColumn:
+        if name not in self._columns:
+            has = ", ".join(self._columns) or "none: pack some with --field"
+            raise KeyError(f"{self._name} has no field {name!r}; its fields are {has}")
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Fields({', '.join(map(repr, self._columns.values()))})"
+
+
+def target_names(target: Target, pixels: PackedFiles) -> tuple[str, ...] | str | None:
+    """Return what `target` names, "all" spelled out; UsageError for what the files do not have."""
+    has = ["label", *(["mask"] if "masks" in pixels.specs else []), *pixels.field_types]
+    if target is None:
+        return None
+    if target == "all":
+        return tuple(has)
+    names = (target,) if isinstance(target, str) else tuple(target)
+    for name in names:
+        if name not in has:
+            raise UsageError(
+                f"target={target!r}: {pixels.name} has no {name!r}; it has {', '.join(has)}"
+            )
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f'target={target!r}: give one name, several different ones, or "all"')
+    return target if isinstance(target, str) else names
+
+
+def is_place(pixels: PackedFiles, name: str) -> bool:
+    """Whether a field says where in the stored image something is."""
+    kind = pixels.field_types.get(name)
+    return kind is not None and kind.kind in ("boxes", "keypoints")
+
+
+def field_value(pixels: PackedFiles, name: str, output: str) -> Callable[[int], Any]:
+    """Return what reads one item's value: arrays as tensors of their own, but for "numpy"."""
+    read = FieldColumn(pixels, name).read
+    if output == "numpy" or pixels.field_types[name].kind in ("text", "json"):
+        return read
+
+    def in_tensor(index: int) -> Any:
+        value = read(index)
+        return torch.tensor(value) if isinstance(value, np.ndarray) else value
+
+    return in_tensor
+
+
+def field_batch(
+    pixels: PackedFiles, name: str, indices: Indices
+) -> Tensor | list[Tensor] | list[Any]:
+    """Return a field of a batch's items: a tensor (B, …), or a list of tensors, of str or JSON.
+
+    A number that is no label is of the field's dtype.
+    """
+    kind = pixels.field_types[name]
+    if not kind.is_fixed:
+        return [field_value(pixels, name, "tensor")(index) for index in indices.tolist()]
+    parts = pixels.fixed_fields(name)
+    if len(parts) == 1:
+        return torch.from_numpy(np.take(parts[0], indices, axis=0))
+    rows = [parts[number][local] for number, local in map(pixels.locate, indices.tolist())]
+    return torch.from_numpy(np.asarray(rows))

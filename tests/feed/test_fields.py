@@ -1,0 +1,180 @@
+"""Further fields through H5Dataset and H5Loader: by name, as targets, in every order."""
+
+import pickle
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
+from h5feed.store.fields import FieldValues
+from packed import further_fields, random_images, write_packed
+
+CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
+
+
+@pytest.fixture
+def path(tmp_path):
+    further = {**further_fields(12), "meta": FieldValues.of_json([{"k": k} for k in range(12)])}
+    masks = [np.full((32, 32, 1), k, np.uint8) for k in range(12)]
+    return write_packed(tmp_path / "a.h5", random_images(12), masks=masks, further=further)
+
+
+def dataset(path, **options):
+    return H5Dataset(path, aspect="stored", **options)
+
+
+def test_a_column_reads_single_items(path):
+    fields = dataset(path).fields
+    assert list(fields) == ["boxes", "caption", "meta", "price"]
+    assert fields["caption"][3] == "image 3"
+    assert fields["caption"][-1] == "image 11"
+    assert fields["meta"][5] == {"k": 5}
+    assert fields["price"][4] == 2.0
+    assert fields["boxes"][7].tolist() == [[1, 2, 3, 4], [7, 7, 12, 16]]
+    assert len(fields["boxes"]) == 12
+    assert np.asarray(fields["price"]).tolist() == [k / 2 for k in range(12)]
+    assert "FieldColumn('price': (12,), float64)" in repr(fields)
+
+
+def test_a_whole_column_of_numbers_is_no_copy(path):
+    ds = dataset(path)
+    column = np.asarray(ds.fields["price"])
+    assert np.shares_memory(column, ds.pixels.fixed_fields("price")[0])
+    assert not column.flags.writeable
+
+
+def test_errors_name_what_there_is(path):
+    fields = dataset(path).fields
+    with pytest.raises(
+        KeyError, match="has no field 'size'; its fields are boxes, caption, meta, "
+    ):
+        fields["size"]
+    with pytest.raises(IndexError, match="index 12 is out of range for 12 items"):
+        fields["price"][12]
+    with pytest.raises(UsageError, match=r"field 'caption' of .* is text, not one array: take"):
+        np.asarray(fields["caption"])
+    text = r"target='size': .*a.h5 has no 'size'; it has label, mask, boxes, caption, meta, price"
+    with pytest.raises(UsageError, match=text):
+        dataset(path, target="size")
+    with pytest.raises(UsageError, match=r"target=\(\): give one name, several"):
+        dataset(path, target=())
+    with pytest.raises(UsageError, match=r'target=.boxes. with aspect="source": boxes lie in'):
+        H5Dataset(path, target="boxes", aspect="source")
+
+
+def test_target_says_what_comes_beside_the_image(path):
+    assert dataset(path)[3][1].shape == (32, 32)
+    assert dataset(path, target="label")[3][1] == 1
+    assert dataset(path, target="caption")[3][1] == "image 3"
+    assert dataset(path, target="price")[3][1] == 1.5
+    boxes = dataset(path, target="boxes")[3][1]
+    assert boxes.dtype == torch.float32
+    assert boxes.tolist() == [[1, 2, 3, 4], [3, 3, 8, 12]]
+    several = dataset(path, target=("label", "boxes"))[3][1]
+    assert list(several) == ["label", "boxes"]
+    everything = dataset(path, target="all", output="numpy")[3][1]
+    assert list(everything) == ["label", "mask", "boxes", "caption", "meta", "price"]
+    assert isinstance(everything["boxes"], np.ndarray)
+
+
+def test_what_is_changed_is_changed_for_nobody_else(path):
+    ds = dataset(path, target="boxes")
+    ds[0][1].zero_()
+    assert ds[0][1][0].tolist() == [1, 2, 3, 4]
+
+
+def test_target_transform_gets_the_target(path):
+    ds = dataset(path, target=("label", "price"), target_transform=lambda t: t["price"] * 2)
+    assert ds[4][1] == 4.0
+
+
+def test_it_pickles(path):
+    ds = pickle.loads(pickle.dumps(dataset(path, target=("caption", "price"))))
+    assert ds[2][1] == {"caption": "image 2", "price": 1.0}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_have_the_fields_of_their_images(path, shuffle):
+    ds = dataset(path, target=("label", "caption", "price", "meta"))
+    with H5Loader(ds, 5, shuffle=shuffle, augment=CROP, with_index=True) as loader:
+        seen = []
+        for _, target, index in loader:
+            where = index.tolist()
+            seen += where
+            assert target["label"].tolist() == [k % 2 for k in where]
+            assert target["caption"] == [f"image {k}" for k in where]
+            assert target["price"].tolist() == [k / 2 for k in where]
+            assert target["price"].dtype == torch.float64
+            assert target["meta"] == [{"k": k} for k in where]
+    assert sorted(seen) == list(range(12))
+
+
+def test_boxes_come_as_a_list_of_tensors(path):
+    ds = dataset(path, target="boxes")
+    with H5Loader(ds, 4) as loader:
+        _, boxes = next(iter(loader))
+    assert [rows.shape for rows in boxes] == [(2, 4)] * 4
+    assert boxes[2].tolist() == [[1, 2, 3, 4], [2, 2, 7, 11]]
+
+
+def test_one_field_alone_is_the_target(path):
+    ds = dataset(path, target="price", target_transform=lambda price: price + 1)
+    with H5Loader(ds, 4) as loader:
+        assert next(iter(loader))[1].tolist() == [1.0, 1.5, 2.0, 2.5]
+
+
+def test_masks_that_nobody_wants_are_not_read(path):
+    with H5Loader(dataset(path, target=("label",)), 4) as loader:
+        assert next(iter(loader))[1]["label"].tolist() == [0, 1, 0, 1]
+        assert [field.name for field in loader._builder.fields] == ["images"]
+    with H5Loader(dataset(path, target=("mask", "label"), target_dtype=torch.int64), 4) as loader:
+        target = next(iter(loader))[1]
+        assert target["mask"].shape == (4, 32, 32)
+        assert target["mask"].dtype == torch.int64
+
+
+def test_several_files_are_one_column(tmp_path, path):
+    other = write_packed(tmp_path / "b.h5", random_images(5), further=further_fields(5))
+    first = write_packed(tmp_path / "c.h5", random_images(3), further=further_fields(3))
+    ds = H5Dataset([first, other], target=("price", "caption"))
+    assert ds[4][1] == {"price": 0.5, "caption": "image 1"}
+    assert np.asarray(ds.fields["price"]).tolist() == [0, 0.5, 1, 0, 0.5, 1, 1.5, 2]
+    with H5Loader(ds, 8) as loader:
+        assert next(iter(loader))[1]["price"].tolist() == [0, 0.5, 1, 0, 0.5, 1, 1.5, 2]
+    with pytest.raises(UsageError, match="differ in their"):
+        H5Dataset([first, write_packed(tmp_path / "d.h5", random_images(3))])
+
+
+@pytest.mark.parametrize(
+    ("target", "ops", "said"),
+    [
+        ("boxes", CROP, "ops do not move boxes and keypoints"),
+        (("label", "boxes"), CROP, "ops do not move boxes and keypoints"),
+        (("label", "price"), (*CROP, augment.MixUp()), "labels are mixed alone"),
+    ],
+)
+def test_what_would_go_wrong_in_silence_is_refused(tmp_path, target, ops, said):
+    path = write_packed(tmp_path / "a.h5", random_images(12), further=further_fields(12))
+    with pytest.raises(UsageError, match=said):
+        H5Loader(dataset(path, target=target), 4, augment=ops)
+
+
+def test_a_target_transform_of_what_is_no_tensor_is_refused(path):
+    ds = dataset(path, target="caption", target_transform=len)
+    with pytest.raises(UsageError, match="target_transform with target='caption'"):
+        H5Loader(ds, 4)
+
+
+def test_bytes_that_are_no_text_name_their_item(path):
+    with h5py.File(path, "r+") as file:
+        first = file["fields/caption/offsets"][3]
+        file["fields/caption/bytes"][first] = 0xFF
+    with pytest.raises(
+        DamagedItemError, match=r"item 3 of /fields/caption \(key .*\) cannot be re"
+    ):
+        dataset(path).fields["caption"][3]
+    assert dataset(path).fields["caption"][2] == "image 2"
+    assert not dataset(path).pixels.is_intact(3)
+    assert dataset(path).pixels.is_intact(2)
