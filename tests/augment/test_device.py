@@ -84,7 +84,7 @@ def test_nothing_waits_for_the_device_or_depends_on_a_draw():
     for seed in range(3):
         params = pipeline.draw(FakeDraws(range(4), seed), size, size)
         batch = torch.from_numpy(images)
-        made = step(pipeline._plan, params.packed(), batch, [(24, 24)])
+        made = step(pipeline.plan, params.packed(), batch, [(24, 24)])
         assert torch.equal(made, pipeline.run_device(params, batch))
     assert len(graphs) == 1
 

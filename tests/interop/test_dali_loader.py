@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import RandomSampler
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
-from h5feed.interop.dali import CARRIED, DaliLoader, maker
+from h5feed.augment.geometry import AxisOp
+from h5feed.interop.dali import SUPPORTED_OPS, DaliLoader, iterator
 from images import jpeg_bytes, smooth
 from loaders import KINDS, assert_same, by_index, write_kind
 from packed import image_spec, random_images, write_packed
@@ -214,9 +215,9 @@ def test_after_a_break_the_next_pass_is_the_next_epoch(ds):
 
 def test_one_pipeline_serves_all_passes(ds, monkeypatch):
     """Whole ones, broken off, resumed or elsewhere: building another takes a second and more."""
-    made, make_pipeline = [], maker.make_pipeline
+    made, make_pipeline = [], iterator.make_pipeline
     monkeypatch.setattr(
-        maker, "make_pipeline", lambda *args, **kw: made.append(0) or make_pipeline(*args, **kw)
+        iterator, "make_pipeline", lambda *args, **kw: made.append(0) or make_pipeline(*args, **kw)
     )
     loader = make(ds, 2)
     list(loader)
@@ -367,10 +368,10 @@ def test_an_error_of_dali_itself_reaches_the_caller(ds, monkeypatch):
     loader = make(ds)
     passed = iter(loader)
 
-    def fail(line):
+    def fail(pipeline):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("h5feed.interop.dali.line.Line.receive", fail)
+    monkeypatch.setattr("h5feed.interop.dali.iterator.RunningPipeline.receive", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         next(passed)
     monkeypatch.undo()
@@ -382,13 +383,13 @@ def test_ctrl_c_loses_no_batch(ds, monkeypatch):
     loader = make(ds, 3)
     passed = iter(loader)
     found = [next(passed)[2].tolist()]
-    receive = type(passed._line).receive
+    receive = type(passed._running).receive
 
-    def interrupted(line):
-        receive(line)
+    def interrupted(pipeline):
+        receive(pipeline)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(passed._line), "receive", interrupted)
+    monkeypatch.setattr(type(passed._running), "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(passed)
     monkeypatch.undo()
@@ -420,7 +421,7 @@ def test_arrays_live_until_dali_has_run(tmp_path):
     """With no_copy DALI reads them in place, prefetch batches later."""
     loader = make(H5Dataset(write_kind(tmp_path / "a.h5", "yuv420")), 2, prefetch=3)
     passed = iter(loader)
-    kept = passed._line._feed._kept
+    kept = passed._running._feed._kept
     assert len(kept) == 3
     boxes = kept[0][0]
     next(passed)
@@ -520,32 +521,53 @@ def test_the_interpreter_exits(ds, body):
     [
         (
             augment.MixUp(num_classes=2),
-            "MixUp is not carried by DaliLoader, which has Resize, CenterCrop, RandomCrop, "
-            "RandomResizedCrop, RandomHorizontalFlip, RandomVerticalFlip, RandomErasing, ToDtype, "
-            "Normalize; leave it out, or use H5Loader",
+            "MixUp is not supported by DaliLoader, which has crops, resizes, flips, "
+            "RandomErasing, ToDtype and Normalize; leave it out, or use H5Loader",
         ),
         (
             augment.RandomErasing(value="random"),
             "RandomErasing(p=0.5, scale=(0.02, 0.33), ratio=(0.3, 3.3), value='random'): "
-            'value="random" is not carried by DaliLoader; give a color, or use H5Loader',
+            'DaliLoader does not support value="random"; give a color, or use H5Loader',
         ),
     ],
 )
-def test_refuses_by_name_what_it_does_not_carry(ds, op, message):
+def test_refuses_by_name_what_it_does_not_support(ds, op, message):
     ops = (*CROP, augment.ToDtype(torch.float32, scale=True), op)
     with pytest.raises(UsageError) as caught:
         make(ds, augment=ops)
     assert str(caught.value) == message
 
 
-def test_all_ops_are_either_carried_or_refused(ds):
+def test_all_ops_are_either_supported_or_refused(ds):
     kinds = {value for value in vars(augment).values() if isinstance(value, type)}
     ops = {kind for kind in kinds if issubclass(kind, augment.Op)} - {augment.Op}
-    assert set(CARRIED) < ops
-    for kind in ops - set(CARRIED):
+    supported = {kind for kind in ops if issubclass(kind, SUPPORTED_OPS)}
+    assert {kind.__name__ for kind in supported} == {
+        "Resize",
+        "CenterCrop",
+        "RandomCrop",
+        "RandomResizedCrop",
+        "RandomHorizontalFlip",
+        "RandomVerticalFlip",
+        "RandomErasing",
+        "ToDtype",
+        "Normalize",
+    }
+    for kind in ops - supported:
         op = object.__new__(kind)
-        with pytest.raises(UsageError, match=f"^{kind.__name__} is not carried by DaliLoader"):
+        with pytest.raises(UsageError, match=f"^{kind.__name__} is not supported by DaliLoader"):
             make(ds, augment=(*CROP, op))
+
+
+def test_a_crop_or_flip_of_your_own_is_supported(ds):
+    """DALI is told boxes and flips, not ops."""
+
+    class HalfTurn(AxisOp):
+        def fold(self, frame, u):
+            frame.flip(x=True, y=True)
+
+    for made, expected in both(ds, augment=(*CROP, HalfTurn())):
+        assert_agree(made, expected)
 
 
 @pytest.mark.parametrize(
@@ -591,7 +613,7 @@ def test_the_pipeline_of_a_gpu_can_be_defined(tmp_path, kind):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     ops = (*CROP, augment.RandomErasing(), augment.ToDtype(torch.float32, scale=True))
     loader = make(ds, augment=ops, antialias=True, views=2)
-    loader._maker.device = torch.device("cuda", 0)
+    loader._factory.device = torch.device("cuda", 0)
     assert loader.pipeline().device_id == 0
 
 

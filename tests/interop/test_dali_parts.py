@@ -9,10 +9,8 @@ import torch
 from h5feed import augment
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.random import Draws
-from h5feed.interop.dali._library import dali, types
-from h5feed.interop.dali.carried import make_steps
-from h5feed.interop.dali.parts import Box
-from h5feed.interop.dali.sources import _Planes
+from h5feed.interop.dali.graph import Nv12Planes
+from h5feed.interop.dali.parts import Box, dali, make_steps, types
 from h5feed.jpeg import nv12_to_rgb
 from packed import image_spec, write_packed
 
@@ -72,8 +70,8 @@ def graph(steps, ports, feed):
     return image
 
 
-def by_dali(ops, antialias, params, images):
-    steps = make_steps(ops, antialias)
+def by_dali(pipeline, params, images):
+    steps = make_steps(pipeline.ops, pipeline.plan)
     rows = params.views[0]
     arrays = Box().feed(rows[0])
     for step in steps:
@@ -105,7 +103,7 @@ def test_geometry_is_the_kernels_to_the_border(chain, antialias):
     pipeline.bind((40, 60) if chain == "as they are" else None)
     params = drawn(pipeline, images)
     expected = by_kernel(pipeline, params, images)
-    assert_close(by_dali(ops, antialias, params, images), expected)
+    assert_close(by_dali(pipeline, params, images), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -121,7 +119,7 @@ def test_floats(dtype):
     images = noise()
     pipeline.bind(None)
     params = drawn(pipeline, images)
-    made = by_dali(ops, "auto", params, images)
+    made = by_dali(pipeline, params, images)
     assert made.dtype == pipeline.row_dtype
     expected = by_kernel(pipeline, params, images)
     assert_close(made, expected, scale=2 / 255 / 0.5)
@@ -136,12 +134,12 @@ def test_planes_become_the_rgb_of_cv2(tmp_path, side):
     rng = np.random.default_rng(1)
     shape = (side[0] * 3 // 2, side[1])
     stored = [rng.integers(0, 256, shape, np.uint8) for _ in range(COUNT)]
-    pixels = PackedFiles([write_packed(tmp_path / "a.h5", stored, spec=image_spec("yuv420", side))])
+    files = PackedFiles([write_packed(tmp_path / "a.h5", stored, spec=image_spec("yuv420", side))])
     pipeline = augment.Pipeline((augment.RandomResizedCrop(8, scale=(0.01, 1)),), views=2)
     pipeline.bind(side, encoding="yuv420")
     sizes = np.tile(side, (COUNT, 1))
     params = pipeline.draw(Draws(0, 0, np.arange(COUNT)), sizes, sizes)
-    source = _Planes(pixels, views=2, on_gpu=False)
+    source = Nv12Planes(files, views=2, on_gpu=False)
     arrays = source.feed(np.arange(COUNT), params, ())
     made = dali.Pipeline(batch_size=COUNT, num_threads=2, device_id=None)
     with made:

@@ -75,7 +75,7 @@ class RandomErasing(ImageOp):
 
     def join(self, plan: Plan, position: int) -> None:
         """Become the next step. Raises UsageError where images have other channels than `value`."""
-        color = self._color
+        color = self.color
         if color and len(color) not in (1, plan.channels):
             wrong = f"must be one number, or one for each of {plan.channels} channels"
             raise refuse(self, "value", self.value, wrong)
@@ -87,7 +87,7 @@ class RandomErasing(ImageOp):
         plan.add(self, position)
 
     @property
-    def _color(self) -> tuple[float, ...]:
+    def color(self) -> tuple[float, ...]:
         """`value` as one number or one for each channel; none where it is "random"."""
         if isinstance(self.value, str):
             return ()
@@ -120,7 +120,7 @@ class RandomErasing(ImageOp):
     def cpu(self, rows: Rows) -> CpuStep:
         """Return the step that erases in place."""
         listed = rows.astype(np.int64).tolist()
-        color = self._color
+        color = self.color
         paint: Image | None = None
 
         def step(i: int, src: Image, out: Image | None) -> Image:
@@ -144,8 +144,8 @@ class RandomErasing(ImageOp):
         y = torch.arange(size[0], device=images.device).view(1, 1, -1, 1)
         x = torch.arange(size[1], device=images.device).view(1, 1, 1, -1)
         inside = (y >= top) & (y < top + h) & (x >= left) & (x < left + w)
-        if self._color:
-            paint = per_channel(self._color, images)
+        if self.color:
+            paint = per_channel(self.color, images)
         else:
             paint = normal_grid(seed, images.shape).to(images.dtype)
         return torch.where(inside, paint, images)

@@ -77,24 +77,25 @@ class Pipeline:
             raise UsageError(f"augment={ops!r} is one op: give a list of ops, augment=[...]")
         self.ops = tuple(ops)
         self.views = views
-        self._plan = Plan(self.ops, antialias)
+        self.plan = Plan(self.ops, antialias)
+        """What the ops come to."""
         self._sizes: list[tuple[int, int] | None] = []
         self._num_classes: int | None = None
         self._run_batch: Callable[..., torch.Tensor] = run_batch
-        if self._plan.mix is not None and views > 1:
-            raise UsageError(f"{self._plan.mix[1]!r} mixes labels, which views={views} have not")
+        if self.plan.mix is not None and views > 1:
+            raise UsageError(f"{self.plan.mix[1]!r} mixes labels, which views={views} have not")
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
         """(height, width, channels) of every output image; known after `bind`."""
         size = self._sizes[-1] if self._sizes else None
         assert size is not None, "bind() has not been called"
-        return *size, self._plan.channels
+        return *size, self.plan.channels
 
     @property
     def out_dtype(self) -> torch.dtype:
         """The type of the output."""
-        return self._plan.dtype
+        return self.plan.dtype
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
@@ -104,12 +105,12 @@ class Pipeline:
     @property
     def uses_batch(self) -> bool:
         """Whether an op mixes the images of a batch (MixUp, CutMix), and the labels with them."""
-        return self._plan.mix is not None
+        return self.plan.mix is not None
 
     @property
     def only_crops(self) -> bool:
         """Whether bytes are cropped, resized and flipped, and nothing else happens to them."""
-        return len(self._plan.all_stages) == 1
+        return len(self.plan.all_stages) == 1
 
     def bind(
         self,
@@ -124,11 +125,11 @@ class Pipeline:
         of labels that are class numbers, for MixUp and CutMix. Raises UsageError where the
         ops would leave images of several sizes.
         """
-        self._plan.first.nv12 = encoding == "yuv420"
+        self.plan.first.nv12 = encoding == "yuv420"
         self._num_classes = num_classes
         self._sizes = []
         size = field_hw
-        for stage in self._plan.all_stages:
+        for stage in self.plan.all_stages:
             size = stage.size_after(size)
             self._sizes.append(size)
         if size is None:
@@ -153,8 +154,8 @@ class Pipeline:
         first = Shapes.stored(stored, source, boxes)
         drawn = [self._draw_view(draws, view, first) for view in range(self.views)]
         mix = None
-        if self._plan.mix is not None:
-            position, op = self._plan.mix
+        if self.plan.mix is not None:
+            position, op = self.plan.mix
             mix = op.draw(draws.batch_uniform(stream(position, 0), 3), self.out_shape[:2])
         return Params(
             views=tuple(rows for rows, _ in drawn),
@@ -166,7 +167,7 @@ class Pipeline:
         """Return the rows of every stage, and whether images have several sizes on the way."""
         made, ragged = [], False
         wrong = np.zeros(0, bool)
-        for stage, size in zip(self._plan.all_stages, self._sizes, strict=True):
+        for stage, size in zip(self.plan.all_stages, self._sizes, strict=True):
             rows, shapes = stage.draw(draws, view, shapes)
             made.append(rows)
             wrong = (shapes.actual != (size or 0)).any(axis=1)
@@ -191,7 +192,7 @@ class Pipeline:
 
         Unlike `run_cpu` it can do with a part of an image, of no less than `source_rows`.
         """
-        return self._plan.kernel(self._rows(params, k0, count, view))
+        return self.plan.kernel(self._rows(params, k0, count, view))
 
     def _rows(self, params: Params, k0: int, count: int, view: int) -> list[Rows]:
         return [rows[k0 : k0 + count] for rows in params.views[view]]
@@ -223,7 +224,7 @@ class Pipeline:
         so. As `run_cpu`, but many times faster for small images. Thread-safe.
         """
         rows = self._rows(params, k0, len(indices), view)
-        self._plan.run_fixed(rows, field, indices, out)
+        self.plan.run_fixed(rows, field, indices, out)
 
     def run_mask(
         self, params: Params, k0: int, masks: Sequence[Image], out: Image, *, view: int = 0
@@ -233,7 +234,7 @@ class Pipeline:
         Padding is each op's `mask_fill`.
         masks[i]: uint8 (h, w, 1), of its image's stored size. Thread-safe.
         """
-        self._plan.run_masks(self._rows(params, k0, len(masks), view), masks, out)
+        self.plan.run_masks(self._rows(params, k0, len(masks), view), masks, out)
 
     def mix_rows(self, params: Params, rows: Image) -> None:
         """Mix the images of a whole batch (B, H, W, C) of slot memory in place, once all are made.
@@ -245,9 +246,9 @@ class Pipeline:
 
     def mix_labels(self, params: Params, labels: torch.Tensor) -> torch.Tensor:
         """Return float32 (B, K) targets of a mixed batch; other labels as they are."""
-        if params.mix is None or self._plan.mix is None:
+        if params.mix is None or self.plan.mix is None:
             return labels
-        classes = self._plan.mix[1].num_classes or self._num_classes
+        classes = self.plan.mix[1].num_classes or self._num_classes
         return mix_labels(labels, float(params.mix[0]), classes)
 
     def compile_device(self) -> CompiledBatch:
@@ -269,4 +270,4 @@ class Pipeline:
         if batch.device.type == "cuda":
             packed = packed.pin_memory()
         sizes = [size for size in self._sizes if size is not None]
-        return self._run_batch(self._plan, packed.to(batch.device, non_blocking=True), batch, sizes)
+        return self._run_batch(self.plan, packed.to(batch.device, non_blocking=True), batch, sizes)

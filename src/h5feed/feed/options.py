@@ -24,6 +24,7 @@ __all__ = [
     "OnError",
     "Shuffle",
     "Tail",
+    "bind_pipeline",
     "block_length",
     "check_choices",
     "check_ranks",
@@ -128,20 +129,25 @@ def choose_pipeline(
     if on not in get_args(AugmentOn):
         raise UsageError(f'augment_on={on!r} is none of "cpu", "device" and "auto"')
     spec = pixels.specs["images"]
-    one_size = spec.fit != "keep" and spec.encoding != "original"
+    one_size = spec.common_size is not None
     on_device, reason = _where(on, one_size, transfer, spec)
     pipeline = Pipeline(augment, antialias=antialias, views=views)
     if not augment and one_size and spec.encoding != "yuv420":
         return None, on_device, reason
     if pipeline.uses_batch and len(pixels.specs) > 1:
         raise UsageError(f"augment={pipeline.ops!r} mixes labels, and this file has masks instead")
-    size = (spec.height, spec.width) if one_size else None
+    bind_pipeline(pipeline, pixels)
+    return pipeline, on_device, reason
+
+
+def bind_pipeline(pipeline: Pipeline, pixels: PackedFiles) -> None:
+    """Tell the pipeline what images it gets; UsageError where it would leave several sizes."""
+    spec = pixels.specs["images"]
     pipeline.bind(
-        size,
+        spec.common_size,
         encoding="yuv420" if spec.encoding == "yuv420" else "raw",
         num_classes=len(pixels.classes) or None,
     )
-    return pipeline, on_device, reason
 
 
 def compile_ops(pipeline: Pipeline | None, *, on_device: bool) -> CompiledBatch | None:

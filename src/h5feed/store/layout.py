@@ -116,6 +116,13 @@ class FieldSpec:
         return not self.is_encoded and self.fit != "keep"
 
     @property
+    def common_size(self) -> tuple[int, int] | None:
+        """(height, width) of all items; None where each has its own."""
+        if self.fit == "keep" or self.encoding == "original":
+            return None
+        return self.height, self.width
+
+    @property
     def layout(self) -> str:
         """Order of the stored bytes of an item, as recorded in the file."""
         if self.is_encoded:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import weakref
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from h5feed.augment import Params, Pipeline
+from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.iterator import copy_rows, substitutes
 from h5feed.feed.order import Order
 from h5feed.feed.sampling import BatchPlan, Drawing, SampleOrder, Steps
-from h5feed.interop.dali.agenda import Agenda, Pass
-from h5feed.interop.dali.carried import Step
-from h5feed.interop.dali.parts import Port
-from h5feed.interop.dali.sources import Source, damaged_item
+from h5feed.interop.dali.graph import Graph
 
-__all__ = ["Course", "Feed", "OnDamage"]
+__all__ = ["EpochStart", "Epochs", "Feed", "OnDamage", "StartList"]
 
 Indices = NDArray[np.int64]
 
@@ -30,20 +31,69 @@ index i is given as ~i, so that whoever takes the batch can tell."""
 _LOOKED_UP = 4  # items of a batch, to tell whether it is in memory: a system call each
 
 
+class EpochStart(NamedTuple):
+    """Where a pass begins."""
+
+    seed: int
+    epoch: int
+    position: int
+
+
 @dataclass(frozen=True, slots=True)
-class Course:
+class Epochs:
     """Which batches come."""
 
-    arrangement: SampleOrder
+    order: SampleOrder
     steps: Steps
     """Of a whole epoch."""
-    first: Pass
-    """What the first pass is; whole epochs follow, unless an agenda says otherwise."""
+    first: EpochStart
+    """Where the first pass begins; whole epochs follow, unless a StartList says otherwise."""
 
-    def to_come(self, number: int) -> Pass:
-        """Return what pass `number` is without an agenda."""
-        seed, epoch, start = self.first
-        return Pass(seed, epoch + number, 0 if number else start)
+    def start(self, number: int) -> EpochStart:
+        """Return where pass `number` begins without a list."""
+        seed, epoch, position = self.first
+        return EpochStart(seed, epoch + number, 0 if number else position)
+
+
+class StartList:
+    """Where each pass of a pipeline begins, written before DALI asks for its first batch.
+
+    DALI tells a feed the numbers of pass and batch, and no more; nor can it leave a pass before
+    the feed ends it. So this is a file in memory, which worker processes read through /proc: gone
+    with this process, however that ends.
+    """
+
+    _ENTRY = 256  # bytes
+    _ENDED = b"!"
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("h5feed-passes")
+        self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        weakref.finalize(self, os.close, self._fd)
+
+    def __getstate__(self) -> str:
+        return self._path
+
+    def __setstate__(self, path: str) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+
+    def write(self, number: int, start: EpochStart) -> None:
+        """Say where pass `number` begins."""
+        entry = json.dumps(start).encode()
+        if len(entry) > self._ENTRY - 1:
+            raise UsageError(f"seed={start.seed} has more digits than DaliLoader can hand on")
+        os.pwrite(self._fd, entry.rjust(self._ENTRY), number * self._ENTRY)
+
+    def end(self, number: int) -> None:
+        """End pass `number` where it is."""
+        os.pwrite(self._fd, self._ENDED, number * self._ENTRY)
+
+    def read(self, number: int) -> EpochStart | None:
+        """Return where pass `number` begins; None where it has been ended."""
+        entry = os.pread(self._fd, self._ENTRY, number * self._ENTRY)
+        return None if entry.startswith(self._ENDED) else EpochStart(*json.loads(entry))
 
 
 class Feed:
@@ -52,131 +102,111 @@ class Feed:
     Pickles in a few kB, for DALI's worker processes. Raises StopIteration past the last batch.
 
     Args:
-        pixels: the data.
+        files: the data.
         pipeline: draws parameters.
-        source: takes the images.
-        steps: take the parameters of the stages.
-        course: which samples.
-        agenda: says which passes; None leaves that to the course.
+        graph: the pipeline that it feeds.
+        epochs: which samples.
+        starts: says where passes begin; None leaves that to `epochs`.
         on_damage: what a damaged item does.
         announce: batches that are announced to the kernel ahead of the one asked for.
         keep: batches whose arrays are kept alive: DALI uses them in place until it has run.
-        with_index: give the samples' indices as well.
 
     """
 
     def __init__(
         self,
-        pixels: PackedFiles,
+        files: PackedFiles,
         pipeline: Pipeline,
-        source: Source,
-        steps: tuple[Step, ...],
-        course: Course,
+        graph: Graph,
+        epochs: Epochs,
         *,
-        agenda: Agenda | None,
+        starts: StartList | None,
         on_damage: OnDamage,
         announce: int,
         keep: int,
-        with_index: bool,
     ) -> None:
-        self.pixels = pixels
-        self.pipeline = pipeline
-        self.source = source
-        self.steps = steps
-        self._course = course
-        self._agenda = agenda
-        self.mask_names = [spec.name for spec in pixels.specs.values() if spec.channels == 1]
+        self._files = files
+        self._pipeline = pipeline
+        self._graph = graph
+        self._epochs = epochs
+        self._starts = starts
         self._on_damage: OnDamage = on_damage
         self._announce_ahead = announce
         self._keep = keep
-        self._with_index = with_index
         self._forget()
 
     def _forget(self) -> None:
-        self._schedules: dict[int, BatchPlan] = {}
+        self._plans: dict[int, BatchPlan] = {}
         self._kept: deque[list[Any]] = deque(maxlen=self._keep)
         self._drawing: Drawing | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = {"_schedules": None, "_kept": None, "_drawing": None}
+        gone = {"_plans": None, "_kept": None, "_drawing": None}
         return self.__dict__ | gone
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
 
-    @property
-    def ports(self) -> list[Port]:
-        """The pipeline's inputs, in order: source, steps of each view, masks, labels, indices."""
-        views = self.pipeline.views
-        steps = [port for step in self.steps for port in step.part.ports]
-        masks = [Port("UINT8", 2, "HW")] * (len(self.mask_names) * views)
-        label = Port("INT64" if self.pixels.labels.ndim == 1 else "FLOAT", 1)
-        index = [Port("INT64", 0)] if self._with_index else []
-        return [*self.source.ports, *steps * views, *masks, label, *index]
-
-    def begin(self, number: int, which: Pass, order: Order) -> None:
+    def begin(self, number: int, start: EpochStart, order: Order) -> None:
         """Use `order`, computed already, for a pass: a sampler gives another when asked again."""
         if self._drawing is None:
-            self._drawing = Drawing(self.pixels, self.pipeline)
-        steps = replace(self._course.steps, start=which.start)
-        schedule = BatchPlan(order, steps, self._drawing, seed=which.seed, epoch=which.epoch)
-        self._schedules = {number: schedule}
+            self._drawing = Drawing(self._files, self._pipeline)
+        steps = replace(self._epochs.steps, start=start.position)
+        plan = BatchPlan(order, steps, self._drawing, seed=start.seed, epoch=start.epoch)
+        self._plans = {number: plan}
 
     def __call__(self, info: Any) -> list[Any]:
         """Return the batch of `info`, nvidia.dali.types.BatchInfo."""
-        schedule = self._schedule(info.epoch_idx)
-        if schedule is None or info.iteration >= len(schedule.steps):
+        plan = self._plan(info.epoch_idx)
+        if plan is None or info.iteration >= len(plan.steps):
             raise StopIteration
-        self._announce(schedule, info.iteration)
-        samples = schedule.samples(info.iteration, info.iteration + 1)[0]
+        self._announce(plan, info.iteration)
+        samples = plan.samples(info.iteration, info.iteration + 1)[0]
         assert samples.params is not None
         arrays = self._arrays(samples.indices, samples.params)
         self._kept.append(arrays)
         return arrays
 
-    def _schedule(self, number: int) -> BatchPlan | None:
-        """Return that of a pass; None where the pass has been left."""
-        course, agenda = self._course, self._agenda
-        which = course.to_come(number) if agenda is None else agenda.read(number)
-        if which is None:
+    def _plan(self, number: int) -> BatchPlan | None:
+        """Return that of a pass; None where the pass has been ended."""
+        epochs, starts = self._epochs, self._starts
+        start = epochs.start(number) if starts is None else starts.read(number)
+        if start is None:
             return None
-        if number not in self._schedules:
-            self.begin(number, which, course.arrangement.order(which.seed, which.epoch))
-        return self._schedules[number]
+        if number not in self._plans:
+            self.begin(number, start, epochs.order.order(start.seed, start.epoch))
+        return self._plans[number]
 
-    def _announce(self, schedule: BatchPlan, step: int) -> None:
+    def _announce(self, plan: BatchPlan, step: int) -> None:
         ahead = self._announce_ahead
         if not ahead:
             return
-        for k in range(step + ahead if step else 0, min(step + ahead + 1, len(schedule.steps))):
-            indices = schedule.order(schedule.steps.positions(k))
-            if not self.pixels.in_memory(indices[:: max(1, len(indices) // _LOOKED_UP)]):
-                self.pixels.announce(indices)
+        for k in range(step + ahead if step else 0, min(step + ahead + 1, len(plan.steps))):
+            indices = plan.order(plan.steps.positions(k))
+            if not self._files.in_memory(indices[:: max(1, len(indices) // _LOOKED_UP)]):
+                self._files.announce(indices)
 
     def _arrays(self, indices: Indices, params: Params) -> list[Any]:
-        bad = self._damaged(indices)
         marks = indices
+        bad = self._damaged(indices)
         if len(bad):
             indices, marks = self._without(indices, params, bad)
         blank = set(np.flatnonzero(marks < 0).tolist())
-        made = self.source.feed(indices, params, blank)
-        for view in params.views:
-            for step in self.steps:
-                made += step.part.feed(view[step.stage])
-        labels = self.pixels.labels[indices]
+        made = self._graph.feed(indices, params, blank)
         made += self._masks(indices, params)
+        labels = self._files.labels[indices]
         made.append(labels if labels.ndim == 2 else labels[:, None])
-        return [*made, marks] if self._with_index else made
+        return [*made, marks] if self._graph.with_index else made
 
     def _damaged(self, indices: Indices) -> Indices:
-        rows = [k for k, index in enumerate(indices.tolist()) if self.source.damage(index)]
-        return np.array(rows, np.int64)
+        damage = self._graph.images.damage
+        return np.array([k for k, index in enumerate(indices.tolist()) if damage(index)], np.int64)
 
     def _without(self, indices: Indices, params: Params, bad: Indices) -> tuple[Indices, Indices]:
         """Return indices to feed and those to report, and change `params`, for damaged rows."""
         if self._on_damage == "raise":
-            raise damaged_item(self.pixels, self.source, int(indices[bad[0]]))
+            raise self._graph.images.damaged_item(int(indices[bad[0]]))
         instead = substitutes(len(indices), bad) if self._on_damage == "skip" else None
         marks = indices.copy()
         if instead is None:
@@ -191,12 +221,12 @@ class Feed:
 
         Cropped here: nearest is cheap, and DALI's rule for it is not cv2's.
         """
-        height, width, _ = self.pipeline.out_shape
+        height, width, _ = self._pipeline.out_shape
         made = []
-        for name in self.mask_names:
-            masks = [self.pixels.item(name, index) for index in indices.tolist()]
-            for view in range(self.pipeline.views):
+        for name in self._graph.mask_names:
+            masks = [self._files.item(name, index) for index in indices.tolist()]
+            for view in range(self._pipeline.views):
                 out = np.empty((len(masks), height, width, 1), np.uint8)
-                self.pipeline.run_mask(params, 0, masks, out, view=view)
+                self._pipeline.run_mask(params, 0, masks, out, view=view)
                 made.append(out[..., 0])
         return made

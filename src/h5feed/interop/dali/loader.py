@@ -1,28 +1,33 @@
-"""`DaliLoader`: the batches of H5Loader, made by NVIDIA DALI."""
+"""`DaliLoader`: the batches of H5Loader made by NVIDIA DALI; `GenericIterator`: in DALI's shape."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from h5feed.augment import Op
+from h5feed.augment import Op, Pipeline
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import open_transfer
 from h5feed.feed.iterator import Counts
 from h5feed.feed.loader import PackedLoader, check_arguments
-from h5feed.feed.options import OnError, Shuffle, Tail, check_choices, choose_workers
-from h5feed.interop.dali.agenda import Pass
-from h5feed.interop.dali.delivery import Delivery
-from h5feed.interop.dali.feed import Course, OnDamage
-from h5feed.interop.dali.maker import Maker, bound_pipeline
-from h5feed.interop.dali.run import Run
+from h5feed.feed.options import (
+    OnError,
+    Shuffle,
+    Tail,
+    bind_pipeline,
+    check_choices,
+    choose_workers,
+)
+from h5feed.interop.dali.feed import Epochs, EpochStart, OnDamage
+from h5feed.interop.dali.iterator import DaliEpochIterator, OutputConverter, PipelineFactory
+from h5feed.interop.dali.parts import LastBatchPolicy
 
-__all__ = ["DaliLoader", "pipeline"]
+__all__ = ["DaliLoader", "GenericIterator", "pipeline"]
 
 
 class DaliLoader(PackedLoader):
@@ -32,8 +37,9 @@ class DaliLoader(PackedLoader):
     (max 2, mean 0.5 of 255): order, crops and flips are h5feed's, on any device, whatever the
     batch size, thread count or world size. Batches, epochs, state and errors are H5Loader's, too.
 
-    It carries the ops of h5feed.interop.dali.CARRIED. One process makes and uses it: DALI's
-    threads do not survive a fork.
+    It has crops, resizes and flips, RandomErasing with a color, ToDtype and Normalize
+    (h5feed.interop.dali.SUPPORTED_OPS). One process makes and uses it: DALI's threads do not
+    survive a fork.
 
     Args:
         ds: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
@@ -117,11 +123,11 @@ class DaliLoader(PackedLoader):
         self.py_num_workers = py_num_workers
         self._with_index = with_index
         self._on_error: OnError = on_error
-        augmentation = bound_pipeline(ds.pixels, augment, antialias, views)
-        self._maker = Maker(
+        augmentation = Pipeline(augment, antialias=antialias, views=views)  # type: ignore[arg-type]
+        bind_pipeline(augmentation, ds.pixels)
+        self._factory = PipelineFactory(
             ds.pixels,
             augmentation,
-            antialias,
             device=self.device,
             batch_size=batch_size,
             threads=self.num_workers,
@@ -129,7 +135,7 @@ class DaliLoader(PackedLoader):
             workers=py_num_workers,
             lookahead=lookahead,
         )
-        self._delivery = Delivery(
+        self._converter = OutputConverter(
             ds.pixels,
             augmentation,
             device=self.device,
@@ -139,14 +145,14 @@ class DaliLoader(PackedLoader):
         )
         self._counts = Counts()
 
-    def __iter__(self) -> Run:
+    def __iter__(self) -> DaliEpochIterator:
         """Begin a pass; it makes batches ahead as soon as it exists."""
-        self._maker.check_process()
+        self._factory.check_process()
         cursor, order, steps = self._begin()
-        return Run(
-            self._maker,
-            self._delivery,
-            self._course(cursor.epoch, steps.start),
+        return DaliEpochIterator(
+            self._factory,
+            self._converter,
+            self._epochs(cursor.epoch, steps.start),
             order,
             cursor,
             self._counts,
@@ -155,7 +161,7 @@ class DaliLoader(PackedLoader):
 
     def close(self) -> None:
         """Let go of the pipeline that waits for the next pass, its threads and processes."""
-        self._maker.keep(None)
+        self._factory.keep(None)
 
     def pipeline(self) -> Any:
         """Return a nvidia.dali.Pipeline of its own: from where this loader stands, then on.
@@ -166,8 +172,8 @@ class DaliLoader(PackedLoader):
         """
         cursor, _, steps = self._begin()
         on_damage: OnDamage = "skip" if self._on_error == "skip" else "raise"
-        course = self._course(cursor.epoch, steps.start)
-        return self._maker.make(course, on_damage, agenda=None, with_index=self._with_index)[1]
+        epochs = self._epochs(cursor.epoch, steps.start)
+        return self._factory.make(epochs, on_damage, starts=None, with_index=self._with_index)[1]
 
     def stats(self) -> dict[str, Any]:
         """Return what was delivered since the loader was made, as H5Loader.stats counts it."""
@@ -179,8 +185,8 @@ class DaliLoader(PackedLoader):
             "device": str(self.device),
         }
 
-    def _course(self, epoch: int, start: int) -> Course:
-        return Course(self._order, self._steps(0), Pass(self.seed, epoch, start))
+    def _epochs(self, epoch: int, start: int) -> Epochs:
+        return Epochs(self._order, self._steps(0), EpochStart(self.seed, epoch, start))
 
 
 def pipeline(ds: H5Dataset, batch_size: int, **options: Any) -> Any:
@@ -192,6 +198,102 @@ def pipeline(ds: H5Dataset, batch_size: int, **options: Any) -> Any:
     return DaliLoader(ds, batch_size, **options).pipeline()
 
 
+class GenericIterator(Iterator[list[dict[str, Any]]]):
+    """`for (batch,) in iterator: batch["data"], batch["label"]`, as DALIGenericIterator has it.
+
+    Images are (B, C, H, W) in channels_last memory, class numbers int64 (B, 1) as DALI's readers
+    give them, everything else is DaliLoader's.
+
+    Unlike DALIGenericIterator over an external source, its `len` is right, its last batch may be
+    short, and `reset` in mid-epoch leaves that epoch and goes on to the next.
+
+    Args:
+        loader: makes the batches.
+        output_map: names of what the loader delivers, in order: each view, targets, indices.
+        auto_reset: go on to the next epoch after StopIteration; else `reset` or `iter` does.
+        last_batch_policy: of nvidia.dali.plugin.base_iterator: PARTIAL gives a short last batch as
+            it is, FILL repeats its last sample, DROP sets the loader's drop_last.
+
+    """
+
+    def __init__(
+        self,
+        loader: DaliLoader,
+        output_map: Sequence[str] = ("data", "label"),
+        *,
+        auto_reset: bool | str = False,
+        last_batch_policy: Any = LastBatchPolicy.PARTIAL,
+    ) -> None:
+        if not isinstance(last_batch_policy, LastBatchPolicy):
+            raise UsageError(
+                f"last_batch_policy={last_batch_policy!r} is no LastBatchPolicy of "
+                "nvidia.dali.plugin.base_iterator"
+            )
+        if len(set(output_map)) != len(output_map):
+            raise UsageError(f"output_map={list(output_map)!r} has a name twice")
+        self.loader = loader
+        self.output_map = list(output_map)
+        self.batch_size = loader.batch_size
+        self._fills = last_batch_policy is LastBatchPolicy.FILL
+        self._auto_reset = auto_reset in (True, "yes")
+        self._batches: Iterator[Any] | None = None
+        self._ended = False
+        loader.drop_last = loader.drop_last or last_batch_policy is LastBatchPolicy.DROP
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> GenericIterator:
+        """Return itself, at the next epoch where one has ended."""
+        if self._ended:
+            self.reset()
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        if self._ended:
+            raise StopIteration
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._batches, self._ended = None, not self._auto_reset
+            raise
+        return [self._named(batch)]
+
+    def next(self) -> list[dict[str, Any]]:
+        """Return the next batch."""
+        return self.__next__()
+
+    def reset(self) -> None:
+        """Make the next batch the first of the next epoch."""
+        self._batches, self._ended = None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands; see H5Loader."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next batch the first that was left."""
+        self.reset()
+        self.loader.load_state_dict(state)
+
+    def _named(self, batch: tuple[Any, ...]) -> dict[str, Any]:
+        images, target, *indices = batch
+        parts = [*(images if isinstance(images, tuple) else [images]), target, *indices]
+        if len(parts) != len(self.output_map):
+            raise UsageError(
+                f"output_map={self.output_map!r} names {len(self.output_map)} outputs, the loader "
+                f"gives {len(parts)}: each view, targets, and indices with with_index=True"
+            )
+        if isinstance(target, torch.Tensor) and target.dim() == 1:
+            parts[-1 - len(indices)] = target[:, None]
+        if self._fills:
+            parts = [_filled(part, self.batch_size) for part in parts]
+        return dict(zip(self.output_map, parts, strict=True))
+
+
 def _check_workers(workers: Any, sampler: Any) -> None:
     if not isinstance(workers, int) or workers < 0:
         raise UsageError(f"py_num_workers={workers!r} must be a whole number, 0 for none")
@@ -200,3 +302,13 @@ def _check_workers(workers: Any, sampler: Any) -> None:
             f"py_num_workers={workers} processes would each ask the sampler, and get orders of "
             "their own: use py_num_workers=0, or give indices instead of a sampler"
         )
+
+
+def _filled(part: Any, count: int) -> Any:
+    """Return `count` rows, the last one repeated."""
+    if not isinstance(part, torch.Tensor) or len(part) == count:
+        return part
+    rows = torch.arange(count, device=part.device).clamp(max=len(part) - 1)
+    if part.dim() < 4:
+        return part[rows]
+    return part[rows].contiguous(memory_format=torch.channels_last)

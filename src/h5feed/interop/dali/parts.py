@@ -1,4 +1,4 @@
-"""The steps that a DALI pipeline is made of: what each is fed for a batch, and its operators.
+"""What each op is in a DALI pipeline: what it is fed for a batch, and the operators it takes.
 
 All geometry is decided by h5feed.augment. DALI gets whole-pixel boxes, sizes and places.
 """
@@ -11,16 +11,41 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from h5feed.augment import Normalize, Op, RandomErasing, ToDtype
 from h5feed.augment.floats import FloatStage
+from h5feed.augment.geometry import AxisOp
 from h5feed.augment.ops import Rows
-from h5feed.augment.plan import CropStage
-from h5feed.interop.dali._library import fn, types
+from h5feed.augment.plan import CropStage, OpStage, Plan, Stage
+from h5feed.errors import UsageError
+from h5feed.optional import require
 
-__all__ = ["Box", "Crop", "Erase", "Floats", "Part", "Port"]
+__all__ = [
+    "SUPPORTED_OPS",
+    "YX",
+    "Box",
+    "Crop",
+    "Erase",
+    "Floats",
+    "LastBatchPolicy",
+    "Part",
+    "Port",
+    "Step",
+    "dali",
+    "fn",
+    "make_steps",
+    "types",
+]
 
-_YX = [0, 1]  # axes of an HWC image
+dali: Any = require("nvidia.dali", "dali")
+fn: Any = require("nvidia.dali.fn", "dali")
+types: Any = require("nvidia.dali.types", "dali")
+LastBatchPolicy: Any = require("nvidia.dali.plugin.base_iterator", "dali").LastBatchPolicy
+
+YX = [0, 1]
+"""Axes of an HWC image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +88,7 @@ class Box:
     def build(self, image: Any, nodes: Sequence[Any]) -> Any:
         """Return the boxes."""
         start, shape = nodes
-        return fn.slice(image, start=start, shape=shape, axes=_YX)
+        return fn.slice(image, start=start, shape=shape, axes=YX)
 
 
 class Crop:
@@ -110,7 +135,7 @@ class Crop:
                 image,
                 start=start,
                 shape=shape,
-                axes=_YX,
+                axes=YX,
                 out_of_bounds_policy="pad",
                 fill_values=self._fill,
             )
@@ -140,7 +165,7 @@ def _resized(
     """
     if antialias:
         padded = fn.slice(
-            image, start=start, shape=shape, axes=_YX, out_of_bounds_policy="pad", fill_values=0
+            image, start=start, shape=shape, axes=YX, out_of_bounds_policy="pad", fill_values=0
         )
         floats = fn.resize(
             padded, size=size, roi_start=roi_start, roi_end=roi_end, dtype=types.FLOAT
@@ -190,12 +215,16 @@ def _ends(count: int, factor: float) -> NDArray[np.float32]:
 
 
 class Erase:
-    """Paint a rectangle over; rows as of augment.RandomErasing."""
+    """Paint a rectangle over; rows are those of RandomErasing. UsageError for one with noise."""
 
     ports: tuple[Port, ...] = (_FLOAT_POINT, _FLOAT_POINT)
 
-    def __init__(self, color: Sequence[float]) -> None:
-        self._color = [float(value) for value in color]
+    def __init__(self, op: RandomErasing) -> None:
+        if not op.color:
+            raise UsageError(
+                f'{op!r}: DaliLoader does not support value="random"; give a color, or use H5Loader'
+            )
+        self._color = [float(value) for value in op.color]
 
     def feed(self, rows: Rows) -> list[Any]:
         """Return where rectangles begin and how large they are."""
@@ -204,7 +233,14 @@ class Erase:
     def build(self, image: Any, nodes: Sequence[Any]) -> Any:
         """Return images with the rectangles painted over."""
         anchor, shape = nodes
-        return fn.erase(image, anchor=anchor, shape=shape, axes=_YX, fill_value=self._color)
+        return fn.erase(image, anchor=anchor, shape=shape, axes=YX, fill_value=self._color)
+
+
+_DTYPES = {
+    torch.float32: "FLOAT",
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "FLOAT",  # DALI makes no bfloat16: torch rounds the batch
+}
 
 
 class Floats:
@@ -212,10 +248,10 @@ class Floats:
 
     ports: tuple[Port, ...] = ()
 
-    def __init__(self, stage: FloatStage, dtype: str) -> None:
+    def __init__(self, stage: FloatStage) -> None:
         self._mean = (-stage.offset / stage.factor).tolist()
         self._std = (1 / stage.factor).tolist()
-        self._dtype = dtype
+        self._dtype = _DTYPES[stage.dtype]
 
     def feed(self, rows: Rows) -> list[Any]:
         """Return nothing: it has no parameters."""
@@ -234,3 +270,46 @@ class Floats:
 
 def _ints(values: NDArray[Any]) -> NDArray[np.int32]:
     return np.ascontiguousarray(values, np.int32)
+
+
+_PARTS = {RandomErasing: Erase}
+"""Of the ops that are steps of their own."""
+
+SUPPORTED_OPS: tuple[type[Op], ...] = (AxisOp, ToDtype, Normalize, *_PARTS)
+"""What DaliLoader can do: crops, resizes and flips, floats, and RandomErasing with a color."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part, and the stage of h5feed.augment whose parameters it takes."""
+
+    part: Part
+    stage: int
+    """Number in Params.views[view]."""
+
+
+def make_steps(ops: Sequence[Op], plan: Plan) -> tuple[Step, ...]:
+    """Return the steps of `plan`, which `ops` made, on images whose first box has been cut.
+
+    Raises UsageError that names an op that DaliLoader does not support.
+    """
+    for op in ops:
+        if not isinstance(op, SUPPORTED_OPS):
+            raise UsageError(
+                f"{type(op).__name__} is not supported by DaliLoader, which has crops, resizes, "
+                "flips, RandomErasing, ToDtype and Normalize; leave it out, or use H5Loader"
+            )
+    first = len(plan.stages)  # of those that come after the floats
+    steps = [Step(part, n) for n, stage in enumerate(plan.stages) for part in _parts(stage, n)]
+    if plan.floats is not None:
+        steps.append(Step(Floats(plan.floats), 0))
+    after = enumerate(plan.after, first)
+    return (*steps, *(Step(part, n) for n, stage in after for part in _parts(stage, n)))
+
+
+def _parts(stage: Stage, number: int) -> list[Part]:
+    """Return what stage `number` comes to; the first box has been cut by who read the image."""
+    if isinstance(stage, OpStage):
+        return [made(stage.op) for kind, made in _PARTS.items() if isinstance(stage.op, kind)]
+    crop: list[Part] = [Crop(stage)] if stage.ops else []
+    return [Box(), *crop] if number else crop
