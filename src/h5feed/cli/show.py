@@ -5,25 +5,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 
 from h5feed.cli._common import check_target, run_command
 from h5feed.disk import replaced
 from h5feed.errors import UsageError
-from h5feed.feed.facts import ChannelStats, channel_stats, file_facts
+from h5feed.feed.facts import ChannelStats, channel_stats, facts_in_words, file_facts
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.sheet import contact_sheet
 from h5feed.progress import Progress
 from h5feed.store import read_index
-from h5feed.text import counted, counted_labels, printable, printable_json, say
+from h5feed.text import printable_json, say
 
 __all__ = ["main"]
-
-_BAR = 40  # characters of the longest bar of the histogram
-_LONGEST_NAME = 60  # characters of a class name beside it
-_LONGEST_OPTIONS = 2000  # characters of the options of packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +54,7 @@ def _show(command: _ShowOptions) -> None:
     if command.sheet is not None:
         _write_sheet(command, command.sheet)
         facts["sheet"] = str(command.sheet)
-    say(printable_json(facts) if command.json else _as_text(facts, command))
+    say(printable_json(facts) if command.json else facts_in_words(facts, classes=command.classes))
 
 
 def _check(command: _ShowOptions) -> None:
@@ -79,60 +74,6 @@ def _write_sheet(command: _ShowOptions, path: Path) -> None:
 def _stats(pixels: PackedFiles) -> ChannelStats:
     with Progress(len(pixels), "statistics") as progress:
         return channel_stats(pixels, progress=progress.advance)
-
-
-def _as_text(facts: dict[str, Any], command: _ShowOptions) -> str:
-    lines = [
-        printable(facts["path"]),
-        f"  {counted(facts['items'], 'item')}, "
-        + printable(counted_labels(facts["classes"], facts["targets"]), _LONGEST_OPTIONS)
-        + f", {facts['file_bytes'] / 1e6:,.1f} MB on disk",
-    ]
-    for name, field in facts["fields"].items():
-        lines.append(f"  /{name}: {printable(_field_text(field))}, {field['bytes'] / 1e6:,.1f} MB")
-    height, width = facts["source_height"], facts["source_width"]
-    options, skipped = (facts["provenance"].get(name) for name in ("options", "skipped"))
-    lines += [
-        f"  sources: height {_spread(height)}, width {_spread(width)} (min, median, max)",
-        f"  fingerprint: {facts['fingerprint'][:16]}…",
-        "  packed with: " + printable(printable_json(options), _LONGEST_OPTIONS),
-    ]
-    if isinstance(skipped, list) and skipped:
-        lines.append(f"  skipped when packed: {len(skipped)} (--json lists them)")
-    if command.stats:
-        stats = facts["channel_stats"]
-        lines.append(f"  mean {_channels(stats['mean'])}, std {_channels(stats['std'])} (0 to 1)")
-    return "\n".join(lines + _histogram(facts["class_counts"], command.classes))
-
-
-def _field_text(field: dict[str, Any]) -> str:
-    size = f"{field['height']}x{field['width']}" if field["height"] else "own sizes"
-    return (
-        f"store={field['encoding']}, {size}, fit={field['fit']}, "
-        f"{field['interpolation']}, {field['color_space']}"
-    )
-
-
-def _spread(values: dict[str, int]) -> str:
-    return " / ".join(str(values[key]) for key in ("min", "median", "max"))
-
-
-def _channels(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.4f}" for value in values)
-
-
-def _histogram(counts: dict[str, int], most: int) -> list[str]:
-    """Bars of items by class, the first `most` classes of the file."""
-    shown = [(printable(name, _LONGEST_NAME), count) for name, count in list(counts.items())[:most]]
-    longest = max(len(name) for name, _ in shown)
-    unit = max(counts.values()) / _BAR
-    lines = [
-        f"  {name:<{longest}}  {count:>9,}  {'█' * round(count / unit)}" for name, count in shown
-    ]
-    if more := len(counts) - len(shown):
-        left = counted(more, "more class", "more classes")
-        lines.append(f"  … and {left} (--classes N shows more)")
-    return lines
 
 
 if __name__ == "__main__":

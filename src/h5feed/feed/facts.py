@@ -1,6 +1,6 @@
 """What a packed file holds, in numbers a person asks for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,14 @@ from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import image_reader
 from h5feed.store import FileIndex
 from h5feed.system import available_cores
+from h5feed.text import counted, counted_labels, printable, printable_json
 
-__all__ = ["ChannelStats", "channel_stats", "class_counts", "file_facts"]
+__all__ = ["ChannelStats", "channel_stats", "class_counts", "facts_in_words", "file_facts"]
 
 _BLOCK = 64  # items a thread decodes and sums at a time
+_BAR = 40  # characters of the longest bar of the histogram
+_LONGEST_NAME = 60  # characters of a class name beside it
+_LONGEST_OPTIONS = 2000  # characters of the options of packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +135,60 @@ def _spread(values: Any) -> dict[str, int]:
         "median": int(np.median(values)),
         "max": int(values.max()),
     }
+
+
+def facts_in_words(facts: dict[str, Any], *, classes: int) -> str:
+    """Return the lines that `show-h5` prints of `file_facts`; a histogram of `classes` classes.
+
+    Channel statistics are told where `facts` has them as "channel_stats".
+    """
+    lines = [
+        printable(facts["path"]),
+        f"  {counted(facts['items'], 'item')}, "
+        + printable(counted_labels(facts["classes"], facts["targets"]), _LONGEST_OPTIONS)
+        + f", {facts['file_bytes'] / 1e6:,.1f} MB on disk",
+    ]
+    for name, field in facts["fields"].items():
+        lines.append(f"  /{name}: {printable(_field_text(field))}, {field['bytes'] / 1e6:,.1f} MB")
+    height, width = facts["source_height"], facts["source_width"]
+    options, skipped = (facts["provenance"].get(name) for name in ("options", "skipped"))
+    lines += [
+        f"  sources: height {_three(height)}, width {_three(width)} (min, median, max)",
+        f"  fingerprint: {facts['fingerprint'][:16]}…",
+        "  packed with: " + printable(printable_json(options), _LONGEST_OPTIONS),
+    ]
+    if isinstance(skipped, list) and skipped:
+        lines.append(f"  skipped when packed: {len(skipped)} (--json lists them)")
+    if (stats := facts.get("channel_stats")) is not None:
+        lines.append(f"  mean {_channels(stats['mean'])}, std {_channels(stats['std'])} (0 to 1)")
+    return "\n".join(lines + _histogram(facts["class_counts"], classes))
+
+
+def _field_text(field: dict[str, Any]) -> str:
+    size = f"{field['height']}x{field['width']}" if field["height"] else "own sizes"
+    return (
+        f"store={field['encoding']}, {size}, fit={field['fit']}, "
+        f"{field['interpolation']}, {field['color_space']}"
+    )
+
+
+def _three(values: dict[str, int]) -> str:
+    return " / ".join(str(values[key]) for key in ("min", "median", "max"))
+
+
+def _channels(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4f}" for value in values)
+
+
+def _histogram(counts: dict[str, int], most: int) -> list[str]:
+    """Bars of items by class, the first `most` classes of the file."""
+    shown = [(printable(name, _LONGEST_NAME), count) for name, count in list(counts.items())[:most]]
+    longest = max(len(name) for name, _ in shown)
+    unit = max(counts.values()) / _BAR
+    lines = [
+        f"  {name:<{longest}}  {count:>9,}  {'█' * round(count / unit)}" for name, count in shown
+    ]
+    if more := len(counts) - len(shown):
+        left = counted(more, "more class", "more classes")
+        lines.append(f"  … and {left} (--classes N shows more)")
+    return lines

@@ -4,7 +4,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from h5feed.errors import H5FormatError
@@ -12,10 +12,12 @@ from h5feed.store.fields import FieldExtent
 from h5feed.store.layout import Extent
 from h5feed.store.read import FileReader
 from h5feed.system import available_cores
+from h5feed.text import counted, printable, printable_json
 
 __all__ = ["CheckReport", "DamagedItem", "check_file"]
 
 _BLOCK = 256  # items a thread checks at a time; crc32 releases the interpreter lock
+_LONGEST = 300  # characters of a key that are printed
 _PIECE = 8 << 20  # bytes read at once: an item may be larger than memory
 
 
@@ -27,6 +29,10 @@ class DamagedItem:
     key: str
     error: str | None
     """What the system said to reading it; None where its checksum is wrong."""
+
+    def __str__(self) -> str:
+        said = "" if self.error is None else f": cannot be read: {self.error}"
+        return f"item {self.index}: {printable(self.key, _LONGEST)}{said}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +51,19 @@ class CheckReport:
     def is_sound(self) -> bool:
         """Whether nothing at all was found."""
         return self.error is None and not self.damaged
+
+    def to_json(self) -> str:
+        """Return it as one JSON object."""
+        return printable_json(asdict(self) | {"sound": self.is_sound})
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"refused: {self.error}"
+        size = f"{counted(self.items, 'item')}, {self.payload_bytes / 1e6:,.1f} MB"
+        if self.is_sound:
+            return f"{printable(self.path)}: sound ({size})"
+        said = f"{printable(self.path)}: {len(self.damaged)} damaged of {size}"
+        return "\n".join([said, *map(str, self.damaged)])
 
 
 def check_file(
