@@ -10,7 +10,7 @@ from h5feed.bench.ablate import ablate
 from h5feed.bench.ablate_report import as_text
 from h5feed.bench.ablation import AblateOptions
 from h5feed.errors import UsageError
-from h5feed.train.configfile import read_config
+from h5feed.train.config import read_config
 
 THREE = ("H5Loader", "channels_last", "fused optimizer")
 

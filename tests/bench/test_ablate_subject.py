@@ -4,7 +4,7 @@ import torch
 from bench.ablations import packed_config
 from h5feed.bench.ablate_subject import TrainerSteps
 from h5feed.bench.measure import Expectation, verify, warm_window
-from h5feed.train.configfile import write_config
+from h5feed.train.config import write_config
 
 torch.set_num_threads(1)
 

@@ -117,7 +117,7 @@ def test_without_the_file_to_train_on_it_is_asked_for(capsys):
         (["--device", "cuda:99"], 2, "train-h5: --device cuda:99 (process 0) needs 100 GPUs"),
         (["--num-outputs", "3"], 2, "train-h5: --num-outputs 3 is too small: "),
         (["--precision", "tf32"], 2, "train-h5: --precision tf32 needs a GPU of compute capab"),
-        (["--batch-size", "400"], 2, "train-h5: --batch-size 400 is more than the 64 pictures"),
+        (["--batch-size", "400"], 2, "train-h5: --batch-size 400 is more than the 64 images"),
         (["--config", "gone.json"], 2, "train-h5: --config gone.json cannot be read as JSON"),
         (["--resume"], 2, "train-h5: --resume finds no checkpoint"),
         (["--accumulate", "3"], 2, "--batch-size 16 cannot be computed in --accumulate 3"),
@@ -163,31 +163,31 @@ def test_a_unet_on_masks(paths, tmp_path, capsys):
 
 
 def test_ctrl_c_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
-    import h5feed.train.loop as loop
+    from h5feed.train import trainer
 
-    plain, calls = loop.save, []
+    plain, calls = trainer.Trainer.save, []
 
     def interrupted(run, epoch, **options):
         plain(run, epoch, **options)
         calls.append(epoch)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "save", interrupted)
+    monkeypatch.setattr(trainer.Trainer, "save", interrupted)
     assert main(arguments(paths, tmp_path, "--no-curves")) == 130
     resume = f"--config {tmp_path / 'config.json'} --resume"
     assert capsys.readouterr().err.endswith(
         f"train-h5: interrupted; go on with train-h5 {resume}\n"
     )
-    monkeypatch.setattr(loop, "save", plain)
+    monkeypatch.setattr(trainer.Trainer, "save", plain)
     assert main(resume.split()) == 0
     assert losses(tmp_path)[-1][:2] == ("val", 8)
 
 
 def test_ctrl_c_before_the_first_step_advises_no_old_run(paths, tmp_path, capsys, monkeypatch):
-    import h5feed.train.loop as loop
+    from h5feed.train import trainer
 
     assert main(arguments(paths, tmp_path, "--no-curves")) == 0
-    monkeypatch.setattr(loop, "prepare", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(trainer, "prepare", Mock(side_effect=KeyboardInterrupt))
     capsys.readouterr()
     assert main(arguments(paths, tmp_path, "--no-curves", "--overwrite")) == 130
     assert capsys.readouterr().err == "train-h5: interrupted\n"
@@ -196,22 +196,22 @@ def test_ctrl_c_before_the_first_step_advises_no_old_run(paths, tmp_path, capsys
 
 
 def test_sigterm_saves_and_says_how_to_go_on(paths, tmp_path, capsys, monkeypatch):
-    import h5feed.train.loop as loop
+    from h5feed.train import trainer
 
     assert main(arguments(paths, tmp_path / "whole", "--no-curves", "--log-every", "3")) == 0
-    plain, sent = loop.report, []
+    plain, sent = trainer.Trainer.report, []
 
     def terminated(run, epoch):
         plain(run, epoch)
         if not sent:  # a second one would end this very process
             sent.append(os.kill(os.getpid(), signal.SIGTERM))
 
-    monkeypatch.setattr(loop, "report", terminated)
+    monkeypatch.setattr(trainer.Trainer, "report", terminated)
     assert main(arguments(paths, tmp_path / "cut", "--no-curves", "--log-every", "3")) == 143
     resume = f"--config {tmp_path / 'cut' / 'config.json'} --resume"
     said = f"train-h5: terminated and saved; go on with train-h5 {resume}\n"
     assert capsys.readouterr().err.endswith(said)
-    monkeypatch.setattr(loop, "report", plain)
+    monkeypatch.setattr(trainer.Trainer, "report", plain)
     assert losses(tmp_path / "cut")[-1][:2] == ("train", 3)
     assert main(resume.split()) == 0
     assert losses(tmp_path / "cut")[-1] == losses(tmp_path / "whole")[-1]
@@ -242,7 +242,7 @@ def test_dali_makes_the_same_batches(paths, tmp_path):
     dali, own = losses(tmp_path / "a"), losses(tmp_path / "b")
     for made, expected in zip(dali, own, strict=True):
         assert made[:2] == expected[:2]
-        assert made[2] == pytest.approx(expected[2], abs=0.05)  # pictures agree within 2 of 255
+        assert made[2] == pytest.approx(expected[2], abs=0.05)  # images agree within 2 of 255
 
 
 def test_without_dali_one_sentence_names_the_extra(paths, tmp_path):

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from h5feed.errors import UsageError
-from h5feed.train import compiled, train
-from h5feed.train.compiled import check_backend, for_scoring
+from h5feed.train import precision, train
+from h5feed.train.precision import check_backend, for_scoring
 from train.helpers import make_config, make_data
 
 torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def test_scoring_is_compiled_once_and_sees_the_weights_of_today(registered):
 
 
 def test_a_backend_that_builds_weights_in_compiles_anew(registered, monkeypatch):
-    monkeypatch.setattr(compiled, "_FREEZING", ("counting",))
+    monkeypatch.setattr(precision, "_FREEZING", ("counting",))
     net = nn.Linear(2, 2).eval()
     for _ in range(2):
         with torch.inference_mode():

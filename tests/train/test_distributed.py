@@ -26,8 +26,8 @@ from h5feed.train.distributed import (
     under_torchrun,
 )
 from h5feed.train.log import read_metrics
-from h5feed.train.setup import build_step
 from h5feed.train.tasks import make_task
+from h5feed.train.trainer import build_step
 from train.helpers import MemoryLoader, make_config, make_data, make_images, tiny
 
 torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from h5feed.train.ema import Ema
+from h5feed.train.tricks import Ema
 
 
 def test_the_average_follows_its_formula_and_spares_the_model():

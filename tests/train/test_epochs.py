@@ -1,6 +1,6 @@
 import pytest
 
-from h5feed.train.epochs import EpochLoaders, image_size
+from h5feed.train.tricks import EpochLoaders, image_size
 
 
 def sizes(start, full, epochs):

@@ -6,9 +6,8 @@ from torch import nn
 
 from h5feed.train.config import LossConfig
 from h5feed.train.distributed import World
-from h5feed.train.evaluate import evaluate
 from h5feed.train.precision import make_autocast
-from h5feed.train.tasks import make_task
+from h5feed.train.tasks import evaluate, make_task
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, device=CPU)

@@ -5,9 +5,8 @@ import torch
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train import find_batch as module
-from h5feed.train.find_batch import BatchRange, BatchTrial, find_batch
-from h5feed.train.finder_plots import draw_batch_sizes
-from h5feed.train.synthetic import random_batch
+from h5feed.train.find_batch import BatchRange, BatchTrial, draw_batch_sizes, find_batch
+from h5feed.train.loaders import random_batch
 from train.trials import WORLD, make_step, random_draws
 
 torch.set_num_threads(1)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from h5feed.errors import UsageError
-from h5feed.train.find_lr import LrRange, _curve, find_lr, smooth
-from h5feed.train.finder_plots import draw_lr_curve
+from h5feed.train.find_lr import LrRange, _curve, draw_lr_curve, find_lr, smooth
 from train.trials import WORLD, go_on, make_loader, make_step, random_draws
 
 torch.set_num_threads(1)

@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from h5feed.errors import UsageError
-from h5feed.train.config import OptimConfig
+from h5feed.train.config import OptimConfig, scale_lr
 from h5feed.train.distributed import World
-from h5feed.train.large_batch import LAMB, LARS, NovoGrad, scale_lr
-from h5feed.train.optim import make_optimizer
-from h5feed.train.setup import build_step
+from h5feed.train.optim import LAMB, LARS, NovoGrad, make_optimizer
 from h5feed.train.tasks import make_task
+from h5feed.train.trainer import build_step
 from train.helpers import make_config, tiny
 
 WEIGHT = [[3.0, 4.0]]  # norm 5

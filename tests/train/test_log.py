@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train.curves import _windows, draw_curves
 from h5feed.train.distributed import World
 from h5feed.train.log import MetricsLog, read_metrics
-from h5feed.train.loop import train
+from h5feed.train.plots import _windows, draw_curves
+from h5feed.train.trainer import train
 from train.helpers import make_config, make_data
 
 torch.set_num_threads(1)

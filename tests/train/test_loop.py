@@ -12,15 +12,13 @@ from PIL import Image
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.feed.sheet import class_colors
-from h5feed.train import LossError, load_trained, loop, read_config, train
+from h5feed.train import LossError, load_trained, read_config, train, trainer
 from h5feed.train.checkpoint import load_checkpoint
-from h5feed.train.curves import draw_scored
 from h5feed.train.distributed import World
-from h5feed.train.evaluate import Scored
-from h5feed.train.log import read_metrics
-from h5feed.train.recorder import Recorder
-from h5feed.train.stock import Augmented, StockLoader
-from h5feed.train.tasks import make_task
+from h5feed.train.loaders import Augmented, StockLoader
+from h5feed.train.log import Recorder, read_metrics
+from h5feed.train.plots import draw_scored
+from h5feed.train.tasks import Scored, make_task
 from train.helpers import MemoryLoader, make_config, make_data, make_images, tiny
 
 torch.set_num_threads(1)
@@ -244,9 +242,9 @@ def test_sigusr1_is_ignored_before_the_first_step_and_after_the_last(tmp_path, m
         look()
         return data.train_loader(side)
 
-    monkeypatch.setattr(loop, "draw_curves", look)
-    monkeypatch.setattr(loop, "draw_scored", look)
-    monkeypatch.setattr(loop, "start", look)
+    monkeypatch.setattr(trainer, "draw_curves", look)
+    monkeypatch.setattr(trainer, "draw_scored", look)
+    monkeypatch.setattr(trainer, "start", look)
     train(config, replace(data, train_loader=train_loader))
     train(replace(config, distributed=replace(config.distributed, gpus=2)))
     assert found == [signal.SIG_IGN] * 4
@@ -324,7 +322,7 @@ def test_a_resume_through_a_stock_loader_draws_the_same_dropout(tmp_path, monkey
         train(config, make_data(config, train_loader=make))
 
     train_in(tmp_path / "whole")
-    plain, saved = loop.save, []
+    plain, saved = trainer.Trainer.save, []
 
     def killed_after_the_third(run, epoch, **how):
         plain(run, epoch, **how)
@@ -332,11 +330,11 @@ def test_a_resume_through_a_stock_loader_draws_the_same_dropout(tmp_path, monkey
         if len(saved) == 3:
             raise Killed
 
-    monkeypatch.setattr(loop, "save", killed_after_the_third)
+    monkeypatch.setattr(trainer.Trainer, "save", killed_after_the_third)
     with pytest.raises(Killed):
         train_in(tmp_path / "cut")
     assert saved == [3, 4, 6]  # of four steps an epoch
-    monkeypatch.setattr(loop, "save", plain)
+    monkeypatch.setattr(trainer.Trainer, "save", plain)
     train_in(tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
@@ -606,7 +604,7 @@ def test_the_score_is_of_the_averaged_weights_and_of_mirrored_images(tmp_path):
 def test_gradient_checkpointing_is_switched_on_and_changes_no_loss(tmp_path, monkeypatch):
     from torch.utils import checkpoint
 
-    import h5feed.train.recompute as recompute
+    from h5feed.train import tricks
 
     calls = []
 
@@ -614,7 +612,7 @@ def test_gradient_checkpointing_is_switched_on_and_changes_no_loss(tmp_path, mon
         calls.append(kwargs["use_reentrant"])
         return checkpoint.checkpoint(*args, **kwargs)
 
-    monkeypatch.setattr(recompute, "checkpoint", counted)
+    monkeypatch.setattr(tricks, "checkpoint", counted)
     run(tmp_path / "plain", model="resnet9", epochs=1)
     assert not calls
     run(tmp_path / "saving", model="resnet9", epochs=1, grad_checkpointing=True)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from h5feed.train.config import RecipeConfig
-from h5feed.train.mix import mix_batch
+from h5feed.train.tricks import mix_batch
 
 IMAGES = torch.arange(4).view(4, 1, 1, 1).expand(4, 3, 16, 16).to(torch.uint8) * 40
 LABELS = torch.tensor([0, 1, 2, 3])

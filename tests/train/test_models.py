@@ -7,11 +7,8 @@ from torch import nn
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.optional import require
-from h5feed.train.models import (
-    OWN_MODELS,
-    Network,
+from h5feed.train.finetune import (
     Weights,
-    build_model,
     fit_weights,
     freeze,
     frozen_norms,
@@ -20,8 +17,8 @@ from h5feed.train.models import (
     pretrained_weights,
     read_weights,
 )
-from h5feed.train.networks import ResNet9, UNet
-from h5feed.train.surgery import useless_biases
+from h5feed.train.models import OWN_MODELS, Network, ResNet9, UNet, build_model
+from h5feed.train.tricks import useless_biases
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ from h5feed.augment import (
 )
 from h5feed.errors import UsageError
 from h5feed.train.config import DataConfig
-from h5feed.train.recipes import scoring_ops, to_torchvision, training_ops
+from h5feed.train.data import scoring_ops, to_torchvision, training_ops
 
 FLIP = RandomHorizontalFlip()
 

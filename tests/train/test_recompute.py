@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from h5feed.train.models import build_model
-from h5feed.train.recompute import checkpoint_blocks
+from h5feed.train.tricks import checkpoint_blocks
 
 torch.set_num_threads(1)
 

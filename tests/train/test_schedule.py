@@ -5,8 +5,7 @@ import torch
 
 from h5feed.errors import UsageError
 from h5feed.train.config import OptimConfig, ScheduleConfig
-from h5feed.train.optim import make_optimizer
-from h5feed.train.schedule import go_to_step, make_schedule
+from h5feed.train.optim import go_to_step, make_optimizer, make_schedule
 
 
 def rates(total, optimizer="sgd", **options):

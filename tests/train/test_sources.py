@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from h5feed.errors import H5FormatError, UsageError
-from h5feed.train import sources
+from h5feed.train import data as data_module
+from h5feed.train.data import open_data
 from h5feed.train.distributed import World
-from h5feed.train.loop import train
-from h5feed.train.sources import open_data
+from h5feed.train.trainer import train
 from images import smooth
 from packed import write_packed
 from train.files import (
@@ -81,7 +81,7 @@ def test_every_loader_keeps_the_protocol(paths, tmp_path, loader):
 @pytest.mark.parametrize(("workers", "threads"), [(-1, "auto"), (0, 1), (3, 3)])
 def test_the_switches_reach_h5loader(paths, tmp_path, monkeypatch, workers, threads):
     made = []
-    monkeypatch.setattr(sources, "H5Loader", lambda *args, **options: made.append(options))
+    monkeypatch.setattr(data_module, "H5Loader", lambda *args, **options: made.append(options))
     switches = {
         "workers": workers,
         "prefetch": 5,

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h5feed.train.distributed import World
 from h5feed.train.models import Network
-from h5feed.train.setup import build_step
 from h5feed.train.tasks import make_task
+from h5feed.train.trainer import build_step
 from train.helpers import make_config, make_images, tiny
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader
 from h5feed.feed.random import hash_ints
 from h5feed.train.config import DataConfig
 from h5feed.train.distributed import World
-from h5feed.train.stock import Augmented, ScoringLoader, StockLoader
+from h5feed.train.loaders import Augmented, ScoringLoader, StockLoader
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, device=CPU)

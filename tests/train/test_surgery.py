@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from h5feed.train.surgery import drop_biases, useless_biases
+from h5feed.train.tricks import drop_biases, useless_biases
 
 torch.set_num_threads(1)
 

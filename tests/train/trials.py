@@ -7,8 +7,8 @@ import torch
 
 from h5feed.train.distributed import World
 from h5feed.train.models import Network
-from h5feed.train.setup import build_step
 from h5feed.train.tasks import make_task
+from h5feed.train.trainer import build_step
 from train.helpers import MemoryLoader, make_config, make_images
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))

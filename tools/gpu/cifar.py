@@ -15,7 +15,6 @@ import torch
 
 from gpu.speednet import SpeedNet
 from h5feed import H5Dataset
-from h5feed.train.compiled import for_scoring
 from h5feed.train.config import (
     DataConfig,
     LossConfig,
@@ -26,11 +25,11 @@ from h5feed.train.config import (
     SpeedConfig,
     TrainConfig,
 )
-from h5feed.train.data import Data
-from h5feed.train.evaluate import evaluate
+from h5feed.train.data import Data, open_data
+from h5feed.train.finetune import build_network
 from h5feed.train.models import Network
-from h5feed.train.setup import build_network
-from h5feed.train.sources import open_data
+from h5feed.train.precision import for_scoring
+from h5feed.train.tasks import evaluate
 from h5feed.train.trial import Trial, endless, kept, open_trial
 
 __all__ = ["recipe", "train_seeds"]

@@ -10,8 +10,7 @@ from gpu.data import Photos
 from gpu.rivals import DaliFiles, NvJpeg
 from h5feed.feed import H5Dataset
 from h5feed.feed.loader import H5Loader
-from h5feed.train.recipes import training_ops
-from h5feed.train.sources import open_data
+from h5feed.train.data import open_data, training_ops
 from h5feed.train.trial import Trial
 
 __all__ = ["Way", "ways"]

@@ -24,9 +24,8 @@ from h5feed.bench.rounds import Entry, Schedule, run
 from h5feed.bench.tricks import CHECKPOINTING, Trick, packed, plain, synthetic, usable
 from h5feed.errors import UsageError
 from h5feed.feed import H5Dataset
-from h5feed.train.config import TrainConfig
-from h5feed.train.configfile import write_config
-from h5feed.train.packed import default_size
+from h5feed.train.config import TrainConfig, write_config
+from h5feed.train.data import default_size
 
 __all__ = ["ablate"]
 

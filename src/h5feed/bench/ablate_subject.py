@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h5feed.train.configfile import read_config
+from h5feed.train.config import read_config
 from h5feed.train.trial import endless, open_trial
 
 __all__ = ["TrainerSteps"]

@@ -10,7 +10,7 @@ from typing import Any
 from h5feed.bench.rounds import LONGEST_WINDOW
 from h5feed.bench.tricks import Published
 from h5feed.errors import UsageError
-from h5feed.train.limits import at_least
+from h5feed.train.config import at_least
 
 __all__ = ["AblateOptions", "Ablation", "Row"]
 

@@ -12,7 +12,7 @@ import torch
 from h5feed.bench.subjects import imagefolder_class
 from h5feed.train.config import DataConfig, TrainConfig
 from h5feed.train.models import build_model
-from h5feed.train.surgery import useless_biases
+from h5feed.train.tricks import useless_biases
 
 __all__ = [
     "CHECKPOINTING",

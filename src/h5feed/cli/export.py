@@ -11,8 +11,8 @@ from tyro.conf import Positional, arg
 
 from h5feed.cli._common import run_command
 from h5feed.text import say
+from h5feed.train.config import at_least
 from h5feed.train.export import export
-from h5feed.train.limits import at_least
 
 __all__ = ["main"]
 

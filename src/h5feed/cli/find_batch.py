@@ -13,10 +13,8 @@ from h5feed.optional import require
 from h5feed.progress import StatusLine
 from h5feed.text import say
 from h5feed.train import TrainConfig
-from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, find_batch
-from h5feed.train.finder_plots import draw_batch_sizes
-from h5feed.train.step import Batch
-from h5feed.train.synthetic import random_batch
+from h5feed.train.find_batch import BatchRange, BatchSizes, BatchTrial, draw_batch_sizes, find_batch
+from h5feed.train.loaders import Batch, random_batch
 from h5feed.train.trial import Trial, open_trial
 
 __all__ = ["main"]

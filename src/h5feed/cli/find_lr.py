@@ -11,8 +11,7 @@ from h5feed.cli._training import RunOptions, run_training_command, trained_in_wo
 from h5feed.optional import require
 from h5feed.progress import Progress
 from h5feed.text import say
-from h5feed.train.find_lr import LrCurve, LrRange, find_lr
-from h5feed.train.finder_plots import draw_lr_curve
+from h5feed.train.find_lr import LrCurve, LrRange, draw_lr_curve, find_lr
 from h5feed.train.trial import open_trial
 
 __all__ = ["main"]

@@ -10,9 +10,9 @@ from pathlib import Path
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.text import say
 from h5feed.train import Summary, train
+from h5feed.train.checkpoint import Terminated, save_signal_ignored
 from h5feed.train.distributed import is_main_process
 from h5feed.train.log import LAST
-from h5feed.train.saver import Terminated, save_signal_ignored
 
 __all__ = ["main"]
 

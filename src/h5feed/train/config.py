@@ -1,14 +1,18 @@
 """What a training run is made of: one typed tree, which is the CLI and the run's config.json."""
 
-from dataclasses import dataclass, field
+import json
+import math
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import Positional, arg
 
+from h5feed.disk import replaced
 from h5feed.errors import UsageError
-from h5feed.train.large_batch import Scaling, scale_lr
-from h5feed.train.limits import above_zero, at_least, below_one
 
 __all__ = [
     "DataConfig",
@@ -21,6 +25,13 @@ __all__ = [
     "ScheduleConfig",
     "SpeedConfig",
     "TrainConfig",
+    "above_zero",
+    "at_least",
+    "below_one",
+    "flag",
+    "read_config",
+    "scale_lr",
+    "write_config",
 ]
 
 LoaderName = Literal["h5loader", "dali", "dataloader", "imagefolder", "synthetic"]
@@ -30,6 +41,7 @@ Precision = Literal["auto", "torch", "fp32", "tf32", "bf16", "fp16"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
 DebugTool = Literal["off", "anomaly", "profile", "gradcheck", "nvtx"]
+ScalingRule = Literal["off", "linear", "sqrt"]
 OptimizerName = Literal["adamw", "sgd", "lars", "lamb", "novograd"]
 
 _USUAL_DECAY: dict[OptimizerName, float] = {
@@ -41,7 +53,7 @@ _USUAL_DECAY: dict[OptimizerName, float] = {
 }
 """Weight decay by optimizer, as their papers and timm's recipes have it: what is decoupled is
 multiplied by the rate alone, and has to be larger than what is added to the gradient."""
-_WARMUP = 0.1
+_USUAL_WARMUP = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +196,7 @@ class OptimConfig:
     """adamw, or sgd with Nesterov momentum; for large batches lars, lamb or novograd."""
     lr: float = 1e-3
     """Learning rate, at the schedule's highest."""
-    lr_scaling: Scaling = "off"
+    lr_scaling: ScalingRule = "off"
     """How --lr, given for batches of --lr-batch, follows --batch-size: linear (for sgd) or sqrt
     (for the others); needs a warm-up."""
     lr_batch: int = 256
@@ -263,7 +275,7 @@ class ScheduleConfig:
     @property
     def climb(self) -> float:
         """Share of all steps over which the rate climbs: the one given, or the usual one."""
-        return _WARMUP if self.warmup is None else self.warmup
+        return _USUAL_WARMUP if self.warmup is None else self.warmup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,3 +406,107 @@ class TrainConfig:
         """Learning rate at the schedule's highest, at this batch size."""
         optim = self.optim
         return scale_lr(optim.lr, optim.lr_scaling, self.batch_size, optim.lr_batch)
+
+
+def scale_lr(lr: float, rule: ScalingRule, batch_size: int, reference: int) -> float:
+    """Return the rate for `batch_size` that does what `lr` does for batches of `reference`.
+
+    linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD. sqrt: Krizhevsky 2014
+    (arXiv:1404.5997), and You et al. 2020 for LAMB. Both need a warm-up.
+    """
+    ratio = batch_size / reference
+    return lr * {"off": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def flag(name: str) -> str:
+    """Return the option that sets the field `name`."""
+    return "--" + name.replace("_", "-")
+
+
+def at_least(options: object, least: float, *names: str) -> None:
+    """Raise UsageError unless each of these fields is `least` or more; NaN is not."""
+    for name in names:
+        value = getattr(options, name)
+        if not value >= least:
+            raise UsageError(f"{flag(name)} {value} is too small: it must be at least {least:g}")
+
+
+def above_zero(options: object, *names: str) -> None:
+    """Raise UsageError unless each of these fields is above 0."""
+    for name in names:
+        value = getattr(options, name)
+        if not value > 0:
+            raise UsageError(f"{flag(name)} {value} is too small: it must be above 0")
+
+
+def below_one(options: object, *names: str) -> None:
+    """Raise UsageError unless each of these fields is a share: 0 or more, and less than 1."""
+    for name in names:
+        value = getattr(options, name)
+        if not 0 <= value < 1:
+            raise UsageError(f"{flag(name)} {value} is out of range: 0 turns it off, 1 is too much")
+
+
+def write_config(config: TrainConfig, path: Path) -> None:
+    """Write `config` as JSON that `read_config` reads back equal, its paths absolute.
+
+    So the run can be gone on with from another working directory.
+    """
+    values = asdict(config)
+    model = values["model"]
+    for tree, name in ((values, "train"), (values, "val"), (values, "out"), (model, "init")):
+        if tree[name] is not None:
+            tree[name] = os.path.abspath(tree[name])
+    with replaced(path) as file:
+        file.write((json.dumps(values, indent=2) + "\n").encode())
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Read a run's config.json; UsageError names the file and the entry that is wrong."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as ex:
+        raise UsageError(f"--config {path} cannot be read as JSON: {ex}") from ex
+    try:
+        config = _convert(values, TrainConfig, "config")
+    except UsageError as ex:
+        raise UsageError(f"--config {path}: {ex}") from ex
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    """`value`, as JSON gives it, as the annotated type `kind`."""
+    if is_dataclass(kind):
+        return _convert_tree(value, kind, name)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise UsageError(f"{name}={value!r} is not one of {', '.join(get_args(kind))}")
+        return value
+    if get_origin(kind) in (Union, types.UnionType):
+        inner = next(part for part in get_args(kind) if part is not type(None))
+        return None if value is None else _convert(value, inner, name)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is not kind:
+        raise UsageError(f"{name}={value!r} is not a {kind.__name__}")
+    return value
+
+
+def _convert_tree(value: Any, kind: Any, name: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name}={value!r} is not a table of options")
+    known = {entry.name for entry in fields(kind)}
+    if unknown := sorted(set(value) - known):
+        raise UsageError(f"{name} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    needed = (entry.name for entry in fields(kind) if _has_no_default(entry))
+    if missing := [entry for entry in needed if entry not in value]:
+        raise UsageError(f"{name} has no {missing[0]!r}, which it needs")
+    hints = get_type_hints(kind)
+    return kind(**{key: _convert(item, hints[key], f"{name}.{key}") for key, item in value.items()})
+
+
+def _has_no_default(entry: "Field[Any]") -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING

@@ -11,10 +11,10 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.config import DebugTool
-from h5feed.train.recompute import plain_blocks
-from h5feed.train.recorder import LossError
-from h5feed.train.step import Batch
+from h5feed.train.loaders import Batch
+from h5feed.train.log import LossError
 from h5feed.train.tasks import Task
+from h5feed.train.tricks import plain_blocks
 
 __all__ = ["check_gradients", "debugging"]
 

@@ -1,6 +1,7 @@
 """Which batch sizes fit into memory, and how fast each is."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -8,22 +9,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from h5feed.errors import H5FeedError, UsageError
+from h5feed.plotting import COLORS, OURS, PALE, saved_figure
 from h5feed.system import available_memory, is_out_of_memory
+from h5feed.train.config import above_zero, at_least
 from h5feed.train.distributed import World
-from h5feed.train.limits import above_zero, at_least
-from h5feed.train.step import Batch, TrainStep
+from h5feed.train.loaders import Batch
+from h5feed.train.trainer import TrainStep
 from h5feed.train.trial import kept
 
-__all__ = ["BatchRange", "BatchSizes", "BatchTrial", "find_batch"]
+__all__ = ["BatchRange", "BatchSizes", "BatchTrial", "draw_batch_sizes", "find_batch"]
 
 _WARMUP = 2
 """Steps before the clock starts: the optimizer's state is made, kernels are chosen."""
 _NEARLY = 0.98
 """A size this near to the highest speed is as good, and the smaller one is kept."""
+_MARK, _MEMORY = COLORS[1], COLORS[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,3 +240,39 @@ def _proc_bytes(path: Path, name: str) -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith(name)]
     return 1024 * int(found[0]) if found else None
+
+
+def draw_batch_sizes(sizes: BatchSizes, path: Path, what: str = "") -> None:
+    """Draw images per second and peak memory over the batch size, the fastest marked.
+
+    `what` was trained goes into the caption.
+    """
+    trials = [trial for trial in sizes.trials if trial.fits]
+    places = [trial.batch_size for trial in trials]
+    too_large = [trial.batch_size for trial in sizes.trials if not trial.fits]
+    best = sizes.fastest
+    title = f"Batch sizes: {best.batch_size:,} is the smallest of the fastest"
+    form: dict[str, Any] = {"height": 5.6, "rows": 2, "sharex": True}
+    with saved_figure(path, extra="train", title=title, caption=what, **form) as (figure, panels):
+        speed, memory = panels
+        figure.get_layout_engine().set(w_pad=0.1)  # inches: labels would touch the edge
+        speed.plot(places, [t.images_per_second for t in trials], "o-", color=OURS)
+        speed.plot(best.batch_size, best.images_per_second, "o", color=_MARK, ms=9)
+        speed.set_ylabel("images per second")
+        peaks = [(t.memory_bytes or 0) / 1e9 for t in trials]
+        memory.plot(places, peaks, "o-", color=_MEMORY)
+        memory.set_ylabel("peak memory, GB")
+        memory.set_xlabel("batch size")
+        for panel in panels:
+            panel.axvline(best.batch_size, color=_MARK, ls="--", lw=1.4)
+            for number, size in enumerate(too_large):
+                label = "does not fit" if number == 0 else None
+                panel.axvline(size, color=PALE, ls=":", lw=1.4, label=label)
+            panel.margins(y=0.08)
+            panel.set_ylim(bottom=0)
+            panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+        if too_large:
+            memory.legend(loc="upper left")
+        memory.set_xscale("log", base=2)
+        doubled = [size for size in places if math.log2(size / places[0]).is_integer()]
+        memory.set_xticks(doubled, [f"{size:,}" for size in doubled])

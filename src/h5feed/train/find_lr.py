@@ -4,19 +4,21 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from h5feed.errors import UsageError
-from h5feed.train.data import Loader
+from h5feed.plotting import COLORS, OTHERS, OURS, PALE, saved_figure
+from h5feed.train.config import at_least, below_one
 from h5feed.train.distributed import World
-from h5feed.train.limits import at_least, below_one
-from h5feed.train.step import TrainStep
+from h5feed.train.loaders import Loader
+from h5feed.train.trainer import TrainStep
 from h5feed.train.trial import endless, kept
 
-__all__ = ["LrCurve", "LrRange", "find_lr", "first_valley", "smooth"]
+__all__ = ["LrCurve", "LrRange", "draw_lr_curve", "find_lr", "first_valley", "smooth"]
 
 _FIRST = 5
 _CEILING = 1.25
@@ -191,3 +193,37 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
     """Return the mean of each loss and its neighbours, `window` in all, fewer at the ends."""
     half = window // 2
     return [statistics.fmean(losses[max(0, k - half) : k + half + 1]) for k in range(len(losses))]
+
+
+def draw_lr_curve(curve: LrCurve, path: Path, what: str = "") -> None:
+    """Draw the loss over the rate (logarithmic), smoothed and raw, and mark what is suggested.
+
+    `what` was trained goes into the caption. Losses above what the smoothed curve counts are
+    drawn as marks at the upper edge.
+    """
+    top = max(curve.smoothed)
+    low = min(*curve.losses, *curve.smoothed)
+    edge = top + 0.12 * (top - low or 1.0)
+    shown = [min(loss, edge) for loss in curve.losses]
+    caption = f"{what}  {len(curve.rates)} steps, one at each rate; smoothed: means of neighbours."
+    title = "Learning-rate range test"
+    if curve.suggestion is not None:
+        title += f": try --lr {curve.suggestion:.2g}"
+    with saved_figure(path, extra="train", title=title, caption=caption.strip()) as (_, (axes,)):
+        axes.plot(curve.rates, shown, ".", color=OTHERS, ms=4, label="each step")
+        axes.plot(curve.rates, curve.smoothed, color=OURS, label="smoothed")
+        above = [rate for rate, loss in zip(curve.rates, curve.losses, strict=True) if loss > edge]
+        if above:
+            axes.plot(above, [edge] * len(above), "^", color=PALE, ms=5, label="higher than shown")
+        if curve.rise is not None:
+            label = "after the first clear rise: not looked at"
+            axes.axvspan(curve.rise, curve.rates[-1], color=OTHERS, alpha=0.2, lw=0, label=label)
+        if curve.suggestion is not None:
+            label = f"suggested: {curve.suggestion:.2g}"
+            axes.axvline(curve.suggestion, color=COLORS[1], ls="--", lw=1.4, label=label)
+        axes.set_xscale("log")
+        axes.set_xlim(curve.rates[0], curve.rates[-1])
+        axes.set_ylim(low - 0.06 * (edge - low), edge + 0.06 * (edge - low))
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel("training loss")
+        axes.legend(loc="best")

@@ -1,21 +1,31 @@
-"""Number formats, and the switches of torch's backends.
+"""Number formats, the switches of torch's backends, and torch.compile for scoring.
 
 Mixed precision is Micikevicius et al. 2018 (arXiv:1710.03740) by torch.amp; TF32 and cuDNN's
 autotuner are described in PyTorch's notes on CUDA and its Performance Tuning Guide.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
 from h5feed.errors import H5FeedError, UsageError
-from h5feed.train.config import SpeedConfig
+from h5feed.train.config import CompileMode, SpeedConfig
 
-__all__ = ["backends", "choose_precision", "make_autocast", "make_scaler"]
+__all__ = [
+    "backends",
+    "check_backend",
+    "choose_precision",
+    "for_scoring",
+    "make_autocast",
+    "make_scaler",
+]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -97,3 +107,45 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         cudnn.deterministic = before[2]
+
+
+_FREEZING = ("tensorrt", "torch_tensorrt")
+"""Backends that build the weights into what they compile: it is stale once they have moved."""
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raise UsageError where --compile-backend `backend` cannot be had; "off" always can."""
+    if backend == "off":
+        return
+    if backend in _FREEZING:
+        _check_tensorrt(backend, device)
+    if backend not in torch._dynamo.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UsageError(f"--compile-backend {backend!r} is not known to torch: it has {known}")
+
+
+def _check_tensorrt(backend: str, device: torch.device) -> None:
+    if importlib.util.find_spec("torch_tensorrt") is None:
+        raise UsageError(
+            f"--compile-backend {backend} needs torch_tensorrt, which is not installed: pip "
+            "install torch-tensorrt, or take --compile-backend inductor"
+        )
+    if device.type != "cuda":
+        raise UsageError(f"--compile-backend {backend} runs on GPUs, and this is on {device}")
+    importlib.import_module("torch_tensorrt")  # which makes the backend known
+
+
+def for_scoring(net: nn.Module, backend: str, mode: CompileMode = "off") -> nn.Module:
+    """Return `net` as it is to be called in scoring: compiled by `backend`, else in `mode`.
+
+    Both "off" leave it as it is. To be called for each scoring. What was compiled before is used
+    again, except by backends that build the weights in: with them all is compiled anew, the
+    training step too.
+    """
+    if backend == "off" and mode == "off":
+        return net
+    if backend in _FREEZING:
+        torch.compiler.reset()
+    how: dict[str, Any] = {"mode": mode} if backend == "off" else {"backend": backend}
+    compiled: nn.Module = torch.compile(net, **how)  # type: ignore[assignment]
+    return compiled

@@ -10,17 +10,17 @@ from torch import Tensor
 from h5feed.errors import UsageError
 from h5feed.train.checkpoint import RandomState, Stateful, capture
 from h5feed.train.config import TrainConfig
-from h5feed.train.data import Data, Loader
+from h5feed.train.data import Data, open_data
 from h5feed.train.distributed import World, join_world, under_torchrun
+from h5feed.train.finetune import build_network
+from h5feed.train.loaders import Batch, Loader
 from h5feed.train.precision import backends, choose_precision
-from h5feed.train.setup import (
-    build_network,
+from h5feed.train.trainer import (
+    TrainStep,
     build_step,
     choose_task,
     memory_errors_in_words,
 )
-from h5feed.train.sources import open_data
-from h5feed.train.step import Batch, TrainStep
 
 __all__ = ["Trial", "endless", "kept", "open_trial"]
 

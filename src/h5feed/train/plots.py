@@ -10,8 +10,8 @@ import torch
 from h5feed.feed.sheet import class_colors
 from h5feed.optional import require
 from h5feed.plotting import COLORS, INK, OURS, PALE, saved_figure
-from h5feed.train.evaluate import Scored
 from h5feed.train.log import CONFUSION, CURVES, METRICS, PREDICTIONS, class_name, read_metrics
+from h5feed.train.tasks import Scored
 
 __all__ = ["draw_curves", "draw_scored"]
 

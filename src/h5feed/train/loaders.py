@@ -1,14 +1,15 @@
-"""torch's own DataLoader behind the `Loader` protocol: exact resume, equal steps on all ranks.
+"""What batches come through: the `Loader` protocol, torch's DataLoader behind it, and noise.
 
-Worker processes that persist, pinned memory and copies that do not block are what PyTorch's
-Performance Tuning Guide advises.
+H5Loader keeps the protocol as it is. torch's DataLoader gets exact resume and equal steps on all
+ranks here; worker processes that persist, pinned memory and copies that do not block are what
+PyTorch's Performance Tuning Guide advises.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +22,48 @@ from h5feed.feed.sampling import Steps
 from h5feed.system import available_cores
 from h5feed.train.config import DataConfig
 from h5feed.train.distributed import World
-from h5feed.train.step import Batch
 
-__all__ = ["Augmented", "ScoringLoader", "StockLoader"]
+__all__ = [
+    "Augmented",
+    "Batch",
+    "Loader",
+    "ScoringLoader",
+    "StockLoader",
+    "SyntheticLoader",
+    "random_batch",
+]
 
+Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]
 """Epoch and index of a sample."""
+
+
+class Loader(Protocol):
+    """Batches of one process, on its device; H5Loader and whatever takes its place.
+
+    Images are uint8 (B, 3, H, W), channels_last; targets int64 (B,), float32 (B, K), or for
+    masks uint8 or int64 (B, H, W).
+    """
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield what is left of the epoch; all of it unless a state was loaded."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch."""
+        ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch`: its own order and its own augmentation."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands: what was handed out counts, what was prefetched does not."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand there again."""
+        ...
 
 
 class Augmented(Dataset[tuple[Tensor, Any]]):
@@ -189,3 +226,44 @@ def _dataloader(
 def _on_device(batch: Any, device: torch.device) -> Batch:
     images, targets = batch
     return images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+class SyntheticLoader:
+    """The same random batch, on the device already, as often as an epoch has batches."""
+
+    def __init__(self, batch: Batch, batches: int) -> None:
+        self._batch, self._batches = batch, batches
+        self._epoch, self._done = 0, 0
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self._done < self._batches:
+            self._done += 1
+            yield self._batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch`, which is like every other."""
+        self._epoch, self._done = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many batches were handed out."""
+        return {"epoch": self._epoch, "done": self._done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after as many."""
+        self._epoch, self._done = state["epoch"], state["done"]
+
+
+def random_batch(
+    task: str, num_outputs: int, count: int, size: int, seed: int, device: torch.device
+) -> Batch:
+    """Return noise that has the types and shapes of a batch of `count` images of `size` px."""
+    draws = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=draws)
+    images = pixels.to(device).permute(0, 3, 1, 2)
+    if task == "regression":
+        return images, torch.randn(count, num_outputs, generator=draws).to(device)
+    shape = (count, size, size) if task == "segmentation" else (count,)
+    return images, torch.randint(0, num_outputs, shape, generator=draws).to(device)
