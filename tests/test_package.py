@@ -52,6 +52,12 @@ def test_import_brings_in_no_optional_library():
     assert done.stdout.strip() == "[]"
 
 
+def test_what_fills_batches_needs_no_torch():
+    code = "import h5feed.feed.rows, h5feed.augment, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_packing_s_help_needs_no_torch():
     code = "import h5feed, h5feed.cli.pack, h5feed.cli.check, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -7,14 +7,11 @@ from h5feed.errors import DamagedItemError, H5FeedError, H5FormatError, PackErro
 
 if TYPE_CHECKING:
     from h5feed import augment
-    from h5feed.feed import (
-        BlockShuffleSampler,
-        H5Dataset,
-        H5Loader,
-        ShuffleSampler,
-        make_dataloader,
-        tune,
-    )
+    from h5feed.feed.dataloader import make_dataloader
+    from h5feed.feed.dataset import H5Dataset
+    from h5feed.feed.loader import H5Loader
+    from h5feed.feed.sampling import BlockShuffleSampler, ShuffleSampler
+    from h5feed.feed.tune import tune
     from h5feed.packing import pack
 
 __all__ = [
@@ -36,14 +33,14 @@ __version__ = "0.1.0"
 
 # Imported at their first use: torch takes a second or two, and `pack-h5 --help` needs none of it.
 _HOMES = {
-    "BlockShuffleSampler": "h5feed.feed",
-    "H5Dataset": "h5feed.feed",
-    "H5Loader": "h5feed.feed",
-    "ShuffleSampler": "h5feed.feed",
+    "BlockShuffleSampler": "h5feed.feed.sampling",
+    "H5Dataset": "h5feed.feed.dataset",
+    "H5Loader": "h5feed.feed.loader",
+    "ShuffleSampler": "h5feed.feed.sampling",
     "augment": "h5feed.augment",
-    "make_dataloader": "h5feed.feed",
+    "make_dataloader": "h5feed.feed.dataloader",
     "pack": "h5feed.packing",
-    "tune": "h5feed.feed",
+    "tune": "h5feed.feed.tune",
 }
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import (
 )
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
-from h5feed.feed.batch import Augmented, WholeItems
 from h5feed.feed.image import JpegItems
 from h5feed.feed.random import Draws
+from h5feed.feed.rows import Augmented, WholeItems
 from images import smooth
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
 from packed import random_images, write_packed, write_sparse
@@ -151,7 +151,7 @@ def test_every_op_that_knows_no_batch_is_among_them():
 def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on, monkeypatch):
     where = {"augment": ops, "augment_on": on, "views": 2}
     expected = load(ds, num_workers=1, batch_size=12, **where)
-    monkeypatch.setattr("h5feed.feed.batch._WORTH", 0)  # jobs of few images
+    monkeypatch.setattr("h5feed.feed.rows._WORTH", 0)  # jobs of few images
     assert_same(load(ds, num_workers=8, batch_size=5, **where), expected)
     assert_same(load(ds, num_workers=2, batch_size=1, prefetch=5, **where), expected)
     ranks = [load(ds, 2, rank=rank, world_size=3, **where) for rank in range(3)]
@@ -162,7 +162,7 @@ def test_threads_batches_and_ranks_change_no_pixel(ds, ops, on, monkeypatch):
 def test_threads_and_batches_change_no_pixel_of_any_store(tmp_path, kind, monkeypatch):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     expected = load(ds, augment=CROP, num_workers=1, batch_size=12, views=2)
-    monkeypatch.setattr("h5feed.feed.batch._WORTH", 0)  # jobs of few images
+    monkeypatch.setattr("h5feed.feed.rows._WORTH", 0)  # jobs of few images
     assert_same(load(ds, augment=CROP, num_workers=8, batch_size=5, views=2), expected)
     assert_same(load(ds, augment=CROP, num_workers=2, batch_size=1, views=2), expected)
 

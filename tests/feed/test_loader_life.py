@@ -23,7 +23,7 @@ import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.augment.cpu import crop_image
-from h5feed.feed.batch import Augmented
+from h5feed.feed.rows import Augmented
 from h5feed.jpeg import encode_jpeg, read_header
 from h5feed.store.read import FileReader
 from images import jpeg_bytes, smooth
@@ -489,7 +489,7 @@ def test_ctrl_c_ends_a_loop_at_once(ds):
 def test_ctrl_c_while_waiting_keeps_the_loader_whole(ds):
     body = """
     import os, signal, threading
-    from h5feed.feed.batch import Augmented
+    from h5feed.feed.rows import Augmented
     fill = Augmented.fill
     Augmented.fill = lambda *args: (time.sleep(0.3), fill(*args))
     passed, seen = iter(loader), 0

@@ -1,8 +1,8 @@
 import pytest
 
 from h5feed import H5Dataset, UsageError, augment, tune
-from h5feed.feed import tune as exported
 from h5feed.feed.tune import Measured, TunePlan, _choose, _steps_to
+from h5feed.feed.tune import tune as exported
 from loaders import loader_threads, write_kind
 
 

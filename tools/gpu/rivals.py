@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from h5feed.augment import Op, Pipeline
-from h5feed.feed import H5Dataset
+from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.order import FullShuffle
 from h5feed.feed.sampling import BatchPlan, Drawing, Steps
 

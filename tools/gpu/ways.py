@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu.data import Photos
 from gpu.rivals import DaliFiles, NvJpeg
-from h5feed.feed import H5Dataset
+from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.loader import H5Loader
 from h5feed.train.data import open_data, training_ops
 from h5feed.train.trial import Trial

@@ -125,7 +125,7 @@ SCHEDULING = """
     import json, sys, time
     from h5feed import H5Dataset, H5Loader
     from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
-    from h5feed.feed.batch import Augmented
+    from h5feed.feed.rows import Augmented
     Augmented.fill = lambda *arguments: None  # the payload
     ops = (RandomResizedCrop(2), RandomHorizontalFlip())
     found = []

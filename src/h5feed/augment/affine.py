@@ -1,12 +1,13 @@
 """RandomAffine: rotation, translation, scaling and shear, as one resampling."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import cv2
 import numpy as np
-import torch
 
 from h5feed.augment.cpu import Image, Scratch
 from h5feed.augment.device import per_channel
@@ -22,6 +23,9 @@ from h5feed.augment.ops import (
     is_number,
     refuse,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["RandomAffine"]
 
@@ -149,6 +153,8 @@ class RandomAffine(ImageOp):
         self, rows: torch.Tensor, images: torch.Tensor, size: tuple[int, int]
     ) -> torch.Tensor:
         """Return the images (B, C, *size) warped."""
+        import torch
+
         height, width = size
         images = images.float()
         x = torch.arange(width, device=rows.device, dtype=torch.float32).view(1, 1, -1)

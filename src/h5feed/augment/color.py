@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import cv2
 import numpy as np
-import torch
 
 from h5feed.augment.cpu import Image, Scratch
 from h5feed.augment.frame import Floats
@@ -24,6 +23,8 @@ from h5feed.augment.ops import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from h5feed.augment.plan import Plan
 
 __all__ = [
@@ -96,6 +97,8 @@ class ColorJitter(ImageOp):
 
     def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         """Change a batch: at each of the four turns, every image by its own change."""
+        import torch
+
         order, factors = rows[:, :4], rows[:, 4:]
         blends = any(
             given is not None for given in (self.brightness, self.contrast, self.saturation)
@@ -149,6 +152,8 @@ class RandomGrayscale(ImageOp):
 
     def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         """Change the images marked."""
+        import torch
+
         return torch.where(rows[:, :, None, None] > 0, to_gray_batch(images), images)
 
 
@@ -246,6 +251,8 @@ class GaussianBlur(ImageOp):
 
     def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         """Blur a batch: two products with banded matrices."""
+        import torch
+
         batch, channels, height, width = images.shape
         along, down = check_size(self, "kernel_size", self.kernel_size)
         tall = images.transpose(1, 2).reshape(batch, height, channels * width)
@@ -287,6 +294,8 @@ def shift_hue_batch(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
     The formulas are those of en.wikipedia.org/wiki/HSL_and_HSV ("HSV to RGB alternative").
     """
+    import torch
+
     red, green, blue = (images / 255).unbind(1)
     value = torch.maximum(torch.maximum(red, green), blue)
     chroma = value - torch.minimum(torch.minimum(red, green), blue)
@@ -344,6 +353,8 @@ _CHANGES: Final = (_brightness, _contrast, _saturation, shift_hue)
 
 def _band(rows: torch.Tensor, size: int, taps: int) -> torch.Tensor:
     """Return float32 (B, size, size): the share of input pixel j in output pixel i."""
+    import torch
+
     sigma = rows[:, :, None]
     i = torch.arange(size, device=rows.device, dtype=torch.float32).view(1, -1, 1)
     j = i.transpose(1, 2)

@@ -1,17 +1,21 @@
 """Kernels of the CPU: crop, resize and flip straight from the stored image into a batch's row."""
 
+from __future__ import annotations
+
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import cv2
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from h5feed.augment.frame import Ints
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "SMALL",
@@ -71,6 +75,8 @@ def readable(array: Image) -> torch.Tensor:
 
     Torch has no read-only tensors, and warns of memory that may not be written to.
     """
+    import torch
+
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Shown(array)))
 
 
@@ -82,6 +88,8 @@ def _antialiased(src: Image, height: int, width: int) -> Image:
     contiguous pixels: its own copy of a crop goes through OpenMP, whose teams, one per calling
     thread, then fight for the cores (seen: 5,000 us an image instead of 120).
     """
+    import torch
+
     pixels = np.ascontiguousarray(src).reshape(*src.shape[:2], -1)
     # Batch axis first, then the permute: the other way round torch does not see that the memory
     # is channels_last, and makes planes at twice the cost.

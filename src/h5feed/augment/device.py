@@ -1,18 +1,23 @@
 """Kernels of any device, for a whole batch: no loop, no host sync, and compiled on request."""
 
+from __future__ import annotations
+
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CompiledBatch", "crop_batch", "kernel_dtype", "nv12_batch", "per_channel"]
 
 
 def kernel_dtype(device: torch.device) -> torch.dtype:
     """float16 on CUDA: its products add up in float32, and 11 bits hold 0..255 within 1/16."""
+    import torch
+
     return torch.float16 if device.type == "cuda" else torch.float32
 
 
@@ -21,6 +26,8 @@ def per_channel(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
 
     Filled in on the device: torch.tensor(values, device=...) would wait for it.
     """
+    import torch
+
     made = [like.new_full((1, 1, 1, 1), float(value)) for value in values]
     return torch.cat(made, dim=1)
 
@@ -34,6 +41,8 @@ def _axis_weights(columns: tuple[torch.Tensor, ...], in_size: int, out_size: int
     (aten/native/UpSample.h); one pixel wide it is plain bilinear, borders clamped to the box, as
     cv2.resize has it.
     """
+    import torch
+
     begin, length, resized, place, flip, antialias = columns
     i = torch.arange(out_size, device=begin.device, dtype=torch.float32).view(1, -1, 1)
     i = torch.where(flip > 0, out_size - 1 - i, i) - place
@@ -62,6 +71,8 @@ def crop_batch(
     rows: float32 (B, 12) crop parameters on the device, see frame.COLUMNS. fill: the color
     around the image, one number or C. The products have the type of `images`.
     """
+    import torch
+
     batch, channels, height, width = images.shape
     y, x, h, w, rh, rw, py, px, _, _, flip, antialias = rows[:, :, None, None].unbind(1)
     upside_down, left_right = torch.div(flip, 2, rounding_mode="floor"), flip % 2
@@ -82,6 +93,8 @@ row to scalar code, 80 us for 190 columns where 192 take 10."""
 
 def nv12_batch(batch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return float RGB (B, 3, h, w), whole numbers 0..255, from uint8 NV12 (B, h*3//2, w)."""
+    import torch
+
     height, width = batch.shape[1] * 2 // 3, batch.shape[2]
     # ITU-R BT.601-7, limited range, as cv2's COLOR_YUV2RGB_NV12 has it
     luma = (batch[:, :height].float() - 16).clamp(min=0) * 1.164383
@@ -99,6 +112,8 @@ class CompiledBatch:
     """
 
     def __init__(self, run: Callable[..., torch.Tensor], backend: str = "inductor") -> None:
+        import torch
+
         assert isinstance(run, FunctionType)
         # Code of its own: dynamo counts compilations by code, and after eight it gives up.
         own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__)

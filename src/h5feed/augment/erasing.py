@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from h5feed.augment.cpu import Image
@@ -27,6 +26,8 @@ from h5feed.augment.ops import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from h5feed.augment.plan import Plan
 
 __all__ = ["RandomErasing", "normal_block", "normal_grid"]
@@ -79,10 +80,10 @@ class RandomErasing(ImageOp):
         if color and len(color) not in (1, plan.channels):
             wrong = f"must be one number, or one for each of {plan.channels} channels"
             raise refuse(self, "value", self.value, wrong)
-        if plan.dtype == torch.uint8 and not color:
+        if plan.floats is None and not color:
             wrong = "draws from a normal distribution: put the op after ToDtype and Normalize"
             raise refuse(self, "value", self.value, wrong)
-        if plan.dtype == torch.uint8 and not 0 <= min(color) <= max(color) <= 255:
+        if plan.floats is None and not 0 <= min(color) <= max(color) <= 255:
             raise refuse(self, "value", self.value, "must lie within 0..255 before ToDtype")
         plan.add(self, position)
 
@@ -140,6 +141,8 @@ class RandomErasing(ImageOp):
         self, rows: torch.Tensor, images: torch.Tensor, size: tuple[int, int]
     ) -> torch.Tensor:
         """Return images (B, C, H, W) with the rectangles painted over."""
+        import torch
+
         top, left, h, w, seed = rows[:, :, None, None, None].unbind(1)
         y = torch.arange(size[0], device=images.device).view(1, 1, -1, 1)
         x = torch.arange(size[1], device=images.device).view(1, 1, 1, -1)
@@ -184,6 +187,8 @@ def normal_block(
 
 def normal_grid(seed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return float32 images of `shape` (B, C, H, W) for seeds (B, 1, 1, 1)."""
+    import torch
+
     _, channels, height, width = shape
     device = seed.device
     y = torch.arange(height, device=device).view(1, 1, -1, 1)

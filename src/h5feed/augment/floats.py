@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import cv2
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from h5feed.augment.cpu import Image
@@ -17,22 +16,31 @@ from h5feed.augment.ops import Op, check_numbers, refuse
 from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from h5feed.augment.plan import Plan
 
-__all__ = ["ROW_DTYPES", "FloatStage", "Normalize", "ToDtype", "as_row"]
+__all__ = ["FloatStage", "Normalize", "ToDtype", "as_row", "row_dtype"]
 
-ROW_DTYPES: Final[dict[torch.dtype, np.dtype[Any]]] = {
-    torch.uint8: np.dtype(np.uint8),
-    torch.float32: np.dtype(np.float32),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(np.uint16),
+_ROW_DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "torch.uint8": np.dtype(np.uint8),
+    "torch.float32": np.dtype(np.float32),
+    "torch.float16": np.dtype(np.float16),
+    "torch.bfloat16": np.dtype(np.uint16),
 }
-"""numpy's type for memory of each output type; numpy has no bfloat16, its bits lie in uint16."""
+
+
+def row_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return numpy's type for memory of an output type; numpy has no bfloat16, and holds uint16."""
+    return _ROW_DTYPES[str(dtype)]
 
 
 def as_row(values: NDArray[np.float32], dtype: np.dtype[Any]) -> Image:
-    """Return float32 `values` as they lie in a batch slot of this numpy type, see ROW_DTYPES."""
-    kind = next(kind for kind, held in ROW_DTYPES.items() if held == dtype)
+    """Return float32 `values` as they lie in a batch slot of this numpy type, see row_dtype."""
+    import torch
+
+    name = next(name for name, held in _ROW_DTYPES.items() if held == dtype)
+    kind = getattr(torch, name.removeprefix("torch."))
     made = torch.from_numpy(values).to(kind)
     if kind == torch.bfloat16:
         made = made.view(torch.int16)
@@ -45,6 +53,7 @@ class ToDtype(Op):
 
     For a model that wants -1..1, put Normalize([0.5], [0.5]) after it.
 
+    >>> import torch
     >>> from h5feed import H5Dataset, H5Loader
     >>> from h5feed.augment import CenterCrop, Normalize, ToDtype
     >>> ops = [CenterCrop(48), ToDtype(torch.float16, scale=True), Normalize([0.5], [0.5])]
@@ -59,6 +68,8 @@ class ToDtype(Op):
     """Divide by 255."""
 
     def __post_init__(self) -> None:
+        import torch
+
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             wrong = "must be torch.float32, torch.float16 or torch.bfloat16"
             raise refuse(self, "dtype", self.dtype, wrong)
@@ -73,6 +84,7 @@ class ToDtype(Op):
 class Normalize(Op):
     """Subtract `mean` and divide by `std`, channel by channel; after ToDtype.
 
+    >>> import torch
     >>> from h5feed import H5Dataset, H5Loader
     >>> from h5feed.augment import CenterCrop, Normalize, ToDtype
     >>> mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # ImageNet's
@@ -121,6 +133,8 @@ class FloatStage:
 
     def cpu(self) -> Callable[[Image, Image], None]:
         """Return a function (image, out) that writes floats of uint8 (H, W, C) into `out`."""
+        import torch
+
         channels = len(self.factor)
         if self.dtype == torch.float32:
             matrix = np.column_stack([np.diag(self.factor), self.offset]).astype(np.float32)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
-import torch
 
 from h5feed.augment.cpu import Image
 from h5feed.augment.frame import Floats
@@ -16,6 +15,8 @@ from h5feed.augment.ops import Op, refuse
 from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from h5feed.augment.plan import Plan
 
 __all__ = ["CutMix", "MixOp", "MixUp", "mix_images", "mix_labels", "mix_rows"]
@@ -106,6 +107,8 @@ def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> to
 
     Raises UsageError for class numbers without `num_classes`, or outside them.
     """
+    import torch
+
     if labels.ndim == 1:
         if num_classes is None:
             raise UsageError(
@@ -125,6 +128,8 @@ def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> to
 
 def mix_images(images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     """Return images (B, C, H, W) mixed by parameters (6,) on the same device."""
+    import torch
+
     _, kept, y0, x0, y1, x1 = mix.unbind(0)
     y = torch.arange(images.shape[2], device=images.device).view(-1, 1)
     x = torch.arange(images.shape[3], device=images.device)
@@ -148,6 +153,8 @@ def mix_rows(rows: Image, mix: Floats, dtype: torch.dtype) -> None:
 
 
 def _blend(own: Image, other: Image, kept: float, dtype: torch.dtype) -> None:
+    import torch
+
     if dtype == torch.uint8:
         cv2.addWeighted(own, kept, other, 1 - kept, 0, own)
         return

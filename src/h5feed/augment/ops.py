@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from h5feed.augment.cpu import Image
@@ -14,6 +13,8 @@ from h5feed.augment.frame import Floats, Ints, Shapes
 from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from h5feed.augment.plan import Plan
 
 __all__ = [
@@ -83,6 +84,7 @@ class ImageOp(Op):
     `size_after`, `draw`, `cpu`, `mask` and `device`; RandomAffine is an example.
 
     >>> from dataclasses import dataclass
+    >>> import torch
     >>> from h5feed import H5Dataset, H5Loader
     >>> from h5feed.augment import ImageOp, RandomResizedCrop
     >>> @dataclass(frozen=True)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from h5feed.augment.cpu import Image
 from h5feed.augment.device import CompiledBatch
-from h5feed.augment.floats import ROW_DTYPES
+from h5feed.augment.floats import row_dtype
 from h5feed.augment.frame import Antialias, Floats, Shapes
 from h5feed.augment.mixing import mix_labels, mix_rows
 from h5feed.augment.ops import Draws, Op, Rows
 from h5feed.augment.plan import Kernel, Plan, run_batch, stream
 from h5feed.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Params", "Pipeline"]
 
@@ -46,6 +48,8 @@ class Params:
 
         All that a device needs, in one small transfer.
         """
+        import torch
+
         columns = list(self.views[view])
         if self.mix is not None:
             columns.append(np.broadcast_to(self.mix, (len(self), len(self.mix))))
@@ -100,7 +104,7 @@ class Pipeline:
     @property
     def row_dtype(self) -> np.dtype[Any]:
         """Numpy's type for a batch slot that `run_cpu` fills (bfloat16 lies in uint16)."""
-        return ROW_DTYPES[self.out_dtype]
+        return row_dtype(self.out_dtype)
 
     @property
     def uses_batch(self) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from h5feed.augment.cpu import (
     SMALL,
@@ -25,6 +24,9 @@ from h5feed.augment.geometry import AxisOp
 from h5feed.augment.mixing import MixOp, mix_images
 from h5feed.augment.ops import CpuStep, Draws, ImageOp, Op, Rows
 from h5feed.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CropStage", "Kernel", "Plan", "Stage", "run_batch", "stream"]
 
@@ -177,6 +179,8 @@ class Plan:
     @property
     def dtype(self) -> torch.dtype:
         """The type of the output."""
+        import torch
+
         return torch.uint8 if self.floats is None else self.floats.dtype
 
     @property
@@ -281,6 +285,8 @@ def run_batch(
     packed: Params.packed on the device. sizes: (height, width) after each stage. Nothing here
     depends on values or asks for one, so torch.compile takes it whole.
     """
+    import torch
+
     images = batch if plan.first.nv12 else batch.permute(0, 3, 1, 2)
     begin = 0
     for number, (stage, size) in enumerate(zip(plan.all_stages, sizes, strict=True)):

@@ -23,7 +23,7 @@ from h5feed.bench.outcomes import Outcome, suspicions
 from h5feed.bench.rounds import Entry, Schedule, run
 from h5feed.bench.tricks import CHECKPOINTING, Trick, packed, plain, synthetic, usable
 from h5feed.errors import UsageError
-from h5feed.feed import H5Dataset
+from h5feed.feed.dataset import H5Dataset
 from h5feed.train.config import TrainConfig, write_config
 from h5feed.train.data import default_size
 

@@ -1,15 +1,16 @@
 """What a stored item is to Python code: pixels of an image, as array, tensor or PIL image."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import cv2
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
 
 from h5feed.augment.frame import Shapes
@@ -25,6 +26,9 @@ from h5feed.jpeg import (
     read_header,
 )
 from h5feed.optional import require
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Aspect",
@@ -81,6 +85,8 @@ def mask_reader(
     By default it is as stored, uint8; but int64 with "tv_tensor", which is what losses take.
     Raises UsageError where `output` has no such dtype.
     """
+    import torch
+
     if output == "tv_tensor":
         plain = mask_reader(pixels, output="tensor", aspect=aspect, dtype=dtype or torch.int64)
         mask = _tv_tensors().Mask
@@ -276,6 +282,8 @@ def _without_channel(read: Callable[[int], U8]) -> Callable[[int], U8]:
 
 
 def _as_tensor(image: U8) -> torch.Tensor:
+    import torch
+
     if image.ndim == 3:
         image = image.transpose(2, 0, 1)
     return torch.from_numpy(image)

@@ -8,28 +8,28 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from h5feed.augment import Params
-from h5feed.errors import DamagedItemError, UsageError
-from h5feed.feed.batch import BatchBuilder, Field
+from h5feed.errors import UsageError
+from h5feed.feed.batch import BatchBuilder
 from h5feed.feed.memory import Slot
 from h5feed.feed.readahead import ReadAhead
-from h5feed.feed.workers import Job, WorkerPool
+from h5feed.feed.rows import Damage, fill_rows
+from h5feed.feed.workers import Job
 
 __all__ = [
     "BatchTask",
     "Counts",
     "Cursor",
+    "Engine",
     "Epoch",
     "EpochIterator",
     "copy_rows",
@@ -41,7 +41,7 @@ __all__ = [
 Rows = NDArray[np.int64]
 
 _MANY = 2  # times the slots that a loop needs which lets go of its batches
-_CHUNKS = 2  # per thread and batch: enough to share the work evenly, few enough to cost nothing
+_CHUNKS = 2  # per worker and batch: enough to share the work evenly, few enough to cost nothing
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Counts:
 
 
 class EpochIterator(Iterator[Any]):
-    """The iterator over one pass. Letting it go ends it; its threads belong to the pool.
+    """The iterator over one pass. Letting it go ends it; its workers belong to the engine.
 
     Several threads may share it: each batch goes to one of them. A forked child may not.
 
@@ -146,7 +146,7 @@ class EpochIterator(Iterator[Any]):
             task = BatchTask(self._epoch, self._requested)
             self._requested += 1
             self._tasks.append(task)
-            self._epoch.pool.submit(task.plan)
+            self._epoch.engine.submit(task.plan)
 
     def _hand_over(self, task: BatchTask) -> Any:
         counts, steps = self._counts, self._steps
@@ -195,13 +195,34 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [tensor for part in batch for tensor in _tensors(part)]
 
 
+class Engine(Protocol):
+    """What the loader's workers are, and how they get their work."""
+
+    workers: int
+    """How many there are."""
+    least: int
+    """Rows that are worth being handed to one."""
+
+    def submit(self, job: Job) -> None:
+        """Have a job run in a thread; jobs must not raise."""
+        ...
+
+    def fill(self, task: BatchTask, chunks: Sequence[range]) -> None:
+        """Have these rows of a batch filled side by side, and the batch finished after the last."""
+        ...
+
+    def close(self) -> None:
+        """End the workers and wait for them; later work starts new ones."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Epoch:
     """What the batches of one pass share."""
 
     builder: BatchBuilder
     ahead: ReadAhead
-    pool: WorkerPool
+    engine: Engine
     ended: bool = False
     iterator: Callable[[], object] = lambda: None
     """A weak reference to the pass: nobody waits for batches of one that is no more."""
@@ -215,8 +236,8 @@ class Epoch:
 class BatchTask:
     """One batch, from its step number to the tensors that are delivered.
 
-    `plan` and the chunks it hands out run in loader threads; the consumer waits for `ready`, then
-    looks at `error` or takes `batch`.
+    `plan` is a job of the loader's engine, which has rows filled and then `finish` run; the
+    consumer waits for `ready`, then looks at `error` or takes `batch`.
     """
 
     def __init__(self, epoch: Epoch, step: int) -> None:
@@ -231,14 +252,20 @@ class BatchTask:
         self.ready = threading.Lock()
         """Held until the batch, or its error, is there."""
         self.ready.acquire()
+        self.params: Params | None = None
+        self.slots: Sequence[Sequence[Slot]] = ()
+        """Of each field and view."""
         self._epoch = epoch
         self._lock = threading.Lock()
         self._chunks = 0
         self._failed_at = sys.maxsize
         """The first row of the earliest chunk that failed: `error` is its error."""
-        self._damage: dict[int, tuple[Field, DamagedItemError]] = {}
-        self._params: Params | None = None
-        self._slots: Sequence[Sequence[Slot]] = ()
+        self._damage: dict[int, Damage] = {}
+
+    @property
+    def stop(self) -> int:
+        """The row from which on nobody needs any: of several errors the first row's is told."""
+        return 0 if self._epoch.cancelled else self._failed_at
 
     def take_error(self) -> BaseException:
         """Return the error and forget it: it knows this batch, which would else know it."""
@@ -247,80 +274,74 @@ class BatchTask:
         return error
 
     def plan(self) -> None:
-        """Decide which samples and what happens to them, and hand out the chunks (a job)."""
-        chunks: list[Job] = []
+        """Decide which samples and what happens to them, and have the rows filled (a job)."""
+        chunks: list[range] = []
         if not self._epoch.cancelled:
             try:
-                chunks = self._chunk_jobs()
+                chunks = self._cut()
             except BaseException as ex:
                 self.error = ex
         self._chunks = len(chunks)
-        if not chunks:
+        if chunks:
+            self._epoch.engine.fill(self, chunks)
+        else:
             self.ready.release()
-        for chunk in chunks:
-            self._epoch.pool.submit(chunk)
 
-    def _chunk_jobs(self) -> list[Job]:
-        self.indices, self._params, self.announced = self._epoch.ahead.samples(self.step)
-        self._slots = self._epoch.builder.take_slots()
+    def _cut(self) -> list[range]:
+        self.indices, self.params, self.announced = self._epoch.ahead.samples(self.step)
+        self.slots = self._epoch.builder.take_slots()
         count = len(self.indices)
-        parts = _CHUNKS * self._epoch.pool.threads if self._slots else 1
-        least = max((field.least for field in self._epoch.builder.fields), default=1)
-        size = max(-(-count // parts), least)
-        return [partial(self._chunk, a, min(a + size, count)) for a in range(0, count, size)]
+        engine = self._epoch.engine
+        parts = _CHUNKS * engine.workers if self.slots else 1
+        fields = self._epoch.builder.fields
+        size = max([-(-count // parts), engine.least, *(field.least for field in fields)])
+        return [range(a, min(a + size, count)) for a in range(0, count, size)]
 
-    def _chunk(self, begin: int, end: int) -> None:
-        """Fill rows begin to end; the last one to finish delivers (a job)."""
-        if not self._epoch.cancelled and begin < self._failed_at:
-            try:
-                for field, slots in zip(self._epoch.builder.fields, self._slots, strict=True):
-                    self._fill(field, slots, begin, end)
-            except BaseException as ex:
-                with self._lock:  # of several errors the first row's is told, in every run
-                    if begin < self._failed_at:
-                        self.error, self._failed_at = ex, begin
-        with self._lock:
-            self._chunks -= 1
-            last = self._chunks == 0
-        if last:
-            self._finish()
-
-    def _fill(self, field: Field, slots: Sequence[Slot], begin: int, end: int) -> None:
+    def fill(self, rows: range) -> None:
+        """Fill these rows; whoever does the last ones delivers (a job)."""
+        damage: dict[int, Damage] = {}
         try:
-            field.fill(self.indices[begin:end], self._params, begin, slots)
-        except (DamagedItemError, cv2.error) as ex:
-            if getattr(ex, "code", 0) == cv2.Error.StsNoMem:
-                raise  # no fault of an item
-            self._fill_each(field, slots, begin, end)
+            if rows.start < self.stop:
+                builder = self._epoch.builder
+                memory = [[slot.rows for slot in views] for views in self.slots]
+                damage = fill_rows(
+                    builder.fields, memory, self.indices, self.params, rows, builder.on_error
+                )
+        except BaseException as ex:
+            last = self.filled(rows, error=ex)
+        else:
+            last = self.filled(rows, damage)
+        if last:
+            self.finish()
 
-    def _fill_each(self, field: Field, slots: Sequence[Slot], begin: int, end: int) -> None:
-        """Fill rows begin to end one by one, and note those that cannot be, or raise for one."""
-        for k in range(begin, end):
-            try:
-                field.fill(self.indices[k : k + 1], self._params, k, slots)
-                continue
-            except DamagedItemError as ex:
-                error = ex
-            except cv2.error as ex:
-                error = field.damaged(int(self.indices[k]), ex)
-                error.__cause__ = ex
-            if self._epoch.builder.on_error == "raise":
-                raise error
-            self._damage[k] = field, error
+    def filled(
+        self,
+        rows: range,
+        damage: Mapping[int, Damage] | None = None,
+        error: BaseException | None = None,
+    ) -> bool:
+        """Note how the filling of a chunk ended; return whether that was the last one."""
+        with self._lock:
+            if error is not None and rows.start < self._failed_at:
+                self.error, self._failed_at = error, rows.start
+            self._damage |= damage or {}
+            self._chunks -= 1
+            return self._chunks == 0
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Deliver the batch or its error, once all rows are done with."""
         if self.error is None and not self._epoch.cancelled:
             try:
                 self._substitute()
                 self.batch, self.ticket = self._epoch.builder.deliver(
-                    self.indices, self._params, self._slots
+                    self.indices, self.params, self.slots
                 )
             except BaseException as ex:
                 self.error = ex
         else:
-            for slot in (slot for slots in self._slots for slot in slots):
+            for slot in (slot for slots in self.slots for slot in slots):
                 slot.go_home()
-        self._slots, self._params = (), None
+        self.slots, self.params = (), None
         self.ready.release()
 
     def _substitute(self) -> None:
@@ -330,15 +351,16 @@ class BatchTask:
         bad = np.array(sorted(self._damage))
         instead = substitutes(len(self.indices), bad)
         if instead is None:
-            field, ex = self._damage[0]
+            number, ex = self._damage[0]
+            field = self._epoch.builder.fields[number]
             raise field.damaged(
                 int(self.indices[0]), ex.__cause__, none_whole(len(self.indices))
             ) from ex.__cause__
-        for slot in (slot for slots in self._slots for slot in slots):
+        for slot in (slot for slots in self.slots for slot in slots):
             slot.rows[bad] = slot.rows[instead]
         self.indices = self.indices.copy()
         self.indices[bad] = self.indices[instead]
-        copy_rows(self._params, bad, instead)
+        copy_rows(self.params, bad, instead)
         self.skipped = len(bad)
 
 

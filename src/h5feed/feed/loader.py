@@ -16,7 +16,7 @@ from h5feed.errors import UsageError
 from h5feed.feed.batch import BatchBuilder
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.device import Residency, choose_resident, open_transfer
-from h5feed.feed.iterator import Counts, Cursor, Epoch, EpochIterator
+from h5feed.feed.iterator import Counts, Cursor, Engine, Epoch, EpochIterator
 from h5feed.feed.memory import check_room
 from h5feed.feed.options import (
     AugmentOn,
@@ -373,7 +373,7 @@ class H5Loader(PackedLoader):
         idle = num_workers == "auto" and not self._builder.fields  # the device does it all
         self.num_workers = 1 if idle else choose_workers(num_workers, transfer.device)
         leave_cores_to_loader(None if on_device else pipeline, self.num_workers)
-        self._pool = WorkerPool(self.num_workers)
+        self._engine: Engine = WorkerPool(self.num_workers)
         self._counts = Counts()
         self._passes: list[weakref.ref[EpochIterator]] = []
 
@@ -383,7 +383,7 @@ class H5Loader(PackedLoader):
         plan = BatchPlan(order, steps, self._builder.drawing, seed=self.seed, epoch=cursor.epoch)
         fields = [field.name for field in self._builder.fields]
         ahead = ReadAhead(self.dataset.pixels, plan, lookahead=self._lookahead, fields=fields)
-        epoch = Epoch(builder=self._builder, ahead=ahead, pool=self._pool)
+        epoch = Epoch(builder=self._builder, ahead=ahead, engine=self._engine)
         begun = EpochIterator(epoch, cursor, self._counts, prefetch=self.prefetch)
         # no WeakSet: that would run Python, in which a Ctrl-C is lost, when a pass ends
         self._passes = [other for other in self._passes if other() is not None]
@@ -398,7 +398,7 @@ class H5Loader(PackedLoader):
         for reference in self._passes:
             if begun := reference():
                 begun.close()
-        self._pool.close()
+        self._engine.close()
 
     def stats(self) -> dict[str, Any]:
         """Return what was delivered since the loader was made, and by what means.

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from h5feed.feed.iterator import BatchTask
 
 __all__ = [
     "WorkerPool",
@@ -27,8 +32,11 @@ class WorkerPool:
     After a fork the child's pool begins anew.
     """
 
+    least = 1
+    """Rows of a batch worth a job: a job costs 10 µs."""
+
     def __init__(self, threads: int) -> None:
-        self.threads = threads
+        self.workers = threads
         self._lock = threading.Lock()
         self._pid = -1
         self._jobs: Jobs = SimpleQueue()
@@ -39,6 +47,11 @@ class WorkerPool:
         if self._pid != os.getpid():
             self._start()
         self._jobs.put(job)
+
+    def fill(self, task: BatchTask, chunks: Sequence[range]) -> None:
+        """Fill these rows of a batch, a job each; the last one finishes it."""
+        for rows in chunks:
+            self.submit(partial(task.fill, rows))
 
     def close(self) -> None:
         """End the threads and wait for them; the next `submit` starts new ones."""
@@ -51,12 +64,12 @@ class WorkerPool:
             if self._pid == os.getpid():
                 return
             self._jobs = SimpleQueue()
-            ready = threading.Barrier(self.threads + 1)
+            ready = threading.Barrier(self.workers + 1)
             workers = [
                 threading.Thread(
                     target=_work, args=(self._jobs, ready), name=f"h5feed-{n}", daemon=True
                 )
-                for n in range(self.threads)
+                for n in range(self.workers)
             ]
             for worker in workers:
                 worker.start()

@@ -20,7 +20,7 @@ from h5feed.augment import (
     Resize,
 )
 from h5feed.errors import UsageError
-from h5feed.feed import H5Dataset
+from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.facts import channel_stats
 from h5feed.feed.loader import H5Loader
 from h5feed.optional import require
