@@ -60,6 +60,60 @@ def test_labels_and_class_names_go_together(root):
     assert text == "…/list.csv, line 3, column 'class': class 1 is 'dog' above and 'cat' here"
 
 
+def test_a_label_column_may_hold_class_names(root):
+    source = opened(root, "path,label\nb/3.jpg,dog\na/1.jpg,cat\na/2.jpg,dog\n")
+    assert (source.classes, source.labels.tolist()) == (("cat", "dog"), [1, 0, 1])
+    lines = '{"file_name": "a/1.jpg", "label": "dog"}\n{"file_name": "a/2.jpg", "label": "cat"}\n'
+    source = opened(root, lines, "metadata.jsonl")  # as Hugging Face's ImageFolder has it
+    assert (source.classes, source.labels.tolist()) == (("cat", "dog"), [1, 0])
+
+
+def test_columns_are_named_and_ids_need_no_extension(root):
+    for name in ("000bec.jpg", "17.PNG"):
+        (root / name).write_bytes(b"x")
+    text = "id,breed\n000bec,boston_bull\n17,beagle\na/1,beagle\n"  # as Kaggle's tables are
+    columns = {"path_column": "id", "label_column": "breed"}
+    source = opened(root, text, **columns)
+    assert keys(source) == ["000bec.jpg", "17.PNG", "a/1.jpg"]
+    assert (source.classes, source.labels.tolist()) == (("beagle", "boston_bull"), [1, 0, 0])
+    assert source.notes == ()
+    assert opened(root, '{"id": 17, "breed": 2}\n', "l.jsonl", **columns).labels.tolist() == [2]
+    both = opened(root, "file,path,class\na/1.jpg,17,2\n", path_column="path", label_column="class")
+    assert (keys(both), both.labels.tolist(), both.classes) == (["17.PNG"], [2], ("0", "1", "2"))
+    for option in ("path_column", "label_column"):
+        with pytest.raises(UsageError) as caught:
+            opened(root, "path,label\na/1.jpg,0\n", **{option: "Breed"})
+        assert str(caught.value) == (
+            f"{option}='Breed': {root.parent}/list.csv has no such column; its columns are 'path', "
+            "'label'"
+        )
+
+
+def test_natural_order_numbers_classes_as_timm_does(root):
+    names = ["class10", "Class2", "class1", "class10b", "10", "9"]
+    for name in names:
+        (root / name).mkdir()
+        (root / name / "x.jpg").write_bytes(b"x")
+    natural = ("9", "10", "a", "b", "class1", "Class2", "class10", "class10b")
+    source = open_source(root, class_order="natural")
+    assert source.classes == natural
+    assert keys(source)[:3] == ["9/x.jpg", "10/x.jpg", "a/1.jpg"]
+    assert source.labels.tolist() == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert open_source(root).classes == tuple(sorted(natural))
+    text = "path,class\na/1.jpg,class10\na/2.jpg,class2\n"
+    assert opened(root, text, class_order="natural").classes == ("class2", "class10")
+    for text, what in (
+        ("path,label\na/1.jpg,3\n", "the class numbers of column 'label'"),
+        ("path,target\na/1.jpg,3\n", "a manifest without classes"),
+    ):
+        with pytest.raises(UsageError, match=f"class_order=natural numbers class names, .* {what}"):
+            opened(root, text, class_order="natural")
+    with pytest.raises(
+        UsageError, match=r"class_order=natural numbers class folders, and SRC .*10"
+    ):
+        open_source(root / "10", class_order="natural")
+
+
 def test_targets_are_columns_called_so(root):
     source = opened(root, "target_x,path,Target\n0.5,a/1.jpg,-2\n1e3,a/2.jpg,-0\n")
     np.testing.assert_array_equal(source.labels, np.float32([[0.5, -2], [1000, 0]]))
@@ -179,8 +233,8 @@ def test_two_classes_of_one_name_are_refused(root):
         ("path,label\n", "manifest '…/list.csv' lists no images"),
         (
             "name,label\nx,0\n",
-            "…/list.csv: no column of paths among name, label: "
-            "name it path, file, filename, file_name, filepath or image",
+            "…/list.csv: no column of paths among name, label: say which it is, as --path-column "
+            "name, or name it path, file, filename, file_name, filepath or image",
         ),
         (
             "path,file\na/1.jpg,a/1.jpg\n",
@@ -208,7 +262,12 @@ def test_two_classes_of_one_name_are_refused(root):
         (
             "path,label\na/1.jpg,0\na/2.jpg,cat\n",
             "…/list.csv, line 3, column 'label': 'cat' is not a whole number; "
-            "class names belong in a column 'class'",
+            "class names belong in a column 'class', or in all rows of this",
+        ),
+        (
+            "path,label\na/1.jpg,cat\na/2.jpg,1\n",
+            "…/list.csv, line 3, column 'label': '1' is a number among class names: call the "
+            "column 'class' if it is a name",
         ),
         (
             "path,label\na/1.jpg,-2\n",
@@ -224,7 +283,8 @@ def test_two_classes_of_one_name_are_refused(root):
         (
             "id,path,age,y\n0,a/1.jpg,1,2\n",
             "…/list.csv: columns 'age', 'y' are neither label, class nor target: say which are "
-            "numbers to predict, as --targets y, or leave them out",
+            "numbers to predict, as --targets y, or which are labels, as --label-column y, or "
+            "leave them out",
         ),
         (
             "path\na/9.jpg\n",
@@ -265,7 +325,7 @@ def test_a_mistake_is_named_by_line_and_column(root, text, error):
             "…/l.jsonl, line 1, column 'path': '../a\\x00' lies outside SRC '…/src': "
             "give a SRC that holds all images",
         ),
-        ('{"path": 5}', "…/l.jsonl, line 1, column 'path': 5 is not a path"),
+        ('{"path": 5.5}', "…/l.jsonl, line 1, column 'path': 5.5 is not a path"),
         ("[" * 1_000_000, "…/l.jsonl, line 1: nested too deep"),
         (
             '{"path": "a/1.jpg", "target": ' + "[" * 500 + "]" * 500 + "}",

@@ -287,6 +287,27 @@ def test_a_leftover_partial_needs_a_word(folder, out):
     assert names(out.parent) == ["x.h5"]
 
 
+def test_a_data_frame_is_a_manifest(folder, out):
+    class Frame:
+        """What packing asks of pandas, which the tests have not."""
+
+        def to_json(self, path, *, orient, lines, default_handler):
+            assert (orient, lines, default_handler) == ("records", True, str)
+            rows = [{"id": f"b/{n}", "what": "x"} for n in range(3)]
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    for n in range(3):
+        (folder / "b").mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(folder / "b" / f"{n}.png")
+    columns = {"path_column": "id", "label_column": "what"}
+    pack(folder, out, size=SIZE, manifest=Frame(), **columns, num_workers=0)
+    index = read_index(out)
+    assert [index.key(n) for n in range(3)] == ["b/0.png", "b/1.png", "b/2.png"]
+    assert index.provenance["options"]["manifest"] == "DataFrame.jsonl"
+    with pytest.raises(UsageError, match=r"path_column='file': .*jsonl has no such column; its"):
+        pack(folder, out, manifest=Frame(), path_column="file", overwrite=True)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -296,6 +317,14 @@ def test_a_leftover_partial_needs_a_word(folder, out):
         ({"max_skipped": "3"}, "max_skipped='3' is not a whole number"),
         ({"quality": 90.0}, r"quality=90\.0 is not a whole number"),
         ({"targets": ["a", "b"]}, "targets=a b are columns of a manifest: give one as well"),
+        ({"path_column": "id"}, "path_column=id is a column of a manifest: give one as well"),
+        ({"label_column": "y"}, "label_column=y is a column of a manifest: give one as well"),
+        (
+            {"label_column": "y", "targets": ["a"], "manifest": "x.csv"},
+            "label_column=y beside targets=a: an item has a class or numbers to predict, leave one",
+        ),
+        ({"manifest": [("a.jpg", 1)]}, "manifest is a list: give the path of a csv, tsv or jsonl"),
+        ({"class_order": "timm"}, "class_order='timm' is not one of sorted, natural"),
         ({"background": 255}, "background=255 is no color: give red, green, blue"),
         ({"background": (0, 0, 256)}, "background=256 is out of range"),
         ({"mask_fill": 256}, "mask_fill=256 is out of range: give 0 to 255"),

@@ -1,10 +1,11 @@
 """Manifests: a table that says which images, in which order, with which labels.
 
 csv, tsv (with a header line) or jsonl (one object a line). One column holds the path, which leads
-below the root; a `label` column holds class numbers, a `class` column class names. Numbers to
-predict are the columns that `targets` names, or those called `target` or `target_…`. No other
-column is ever a target: an index that pandas wrote is a number too. Beside these it is left out,
-and said; where there is nothing else, it is asked for.
+below the root and may lack its extension; a `label` column holds class numbers or names, a `class`
+column class names; `path_column` and `label_column` name such columns. Numbers to predict are the
+columns that `targets` names, or those called `target` or `target_…`. No other column is ever a
+target: an index that pandas wrote is a number too. Beside these it is left out, and said; where
+there is nothing else, it is asked for.
 """
 
 import csv
@@ -14,11 +15,11 @@ import re
 import reprlib
 import stat
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,16 @@ import numpy.typing as npt
 from h5feed.errors import PackError, UsageError
 from h5feed.text import counted
 
-__all__ = ["Table", "read_manifest"]
+__all__ = ["EXTENSIONS", "ClassOrder", "Table", "read_manifest", "sorted_classes"]
+
+EXTENSIONS = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif",
+)  # fmt: skip
+"""torchvision's IMG_EXTENSIONS and GIF; the case does not matter."""
+
+ClassOrder = Literal["sorted", "natural"]
+_ENDS = EXTENSIONS + tuple(end.upper() for end in EXTENSIONS)
+_DIGITS = re.compile(r"(\d+)")
 
 _SHORT = reprlib.Repr()  # a cell may hold megabytes, or lists in lists that repr gives up on
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -72,12 +82,36 @@ class Table:
         return self.key_bytes[self.key_offsets[index] : self.key_offsets[index + 1]].tobytes()
 
 
+def sorted_classes(names: Iterable[str], order: ClassOrder = "sorted") -> list[str]:
+    """Return class names in the order of their numbers.
+
+    "sorted" is torchvision's, by code point; "natural" is timm's, without regard to case and with
+    the numbers in names as numbers: class2 before class10.
+    """
+    if order == "sorted":
+        return sorted(names)
+
+    def natural(name: str) -> tuple[list[str | int], str]:
+        parts = enumerate(_DIGITS.split(name.lower()))  # text, digits, text, …
+        return [int(part) if at % 2 else part for at, part in parts], name
+
+    return sorted(names, key=natural)
+
+
 def read_manifest(
-    manifest: Path, root: Path, *, targets: Sequence[str] = (), seen: Callable[[], None]
+    manifest: Path,
+    root: Path,
+    *,
+    path_column: str | None = None,
+    label_column: str | None = None,
+    targets: Sequence[str] = (),
+    class_order: ClassOrder = "sorted",
+    seen: Callable[[], None],
 ) -> Table:
     """Read a manifest whose relative paths start at the folder `root`; `seen` is called per row.
 
-    `targets` are the columns of numbers to predict, in the order they are packed in.
+    `path_column` and `label_column` are the columns of paths and of labels, whatever they are
+    called. `targets` are the columns of numbers to predict, in the order they are packed in.
 
     Raises UsageError naming file, line and column; PackError where it cannot be read.
     """
@@ -89,11 +123,16 @@ def read_manifest(
         kind = manifest.stat().st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a pipe would wait for good
             raise UsageError(f"manifest {str(manifest)!r} is a pipe or a device: give a file")
-        return _Builder(manifest, root, seen).table(reader(manifest), targets)
+        builder = _Builder(manifest, root, class_order, seen)
+        return builder.table(reader(manifest), path_column, label_column, targets)
     except FileNotFoundError as ex:
         raise UsageError(f"manifest {str(manifest)!r} does not exist") from ex
     except OSError as ex:
         raise PackError(f"cannot read the manifest {str(manifest)!r}: {ex.strerror}") from ex
+
+
+def _is_name(cell: Any) -> bool:
+    return isinstance(cell, str) and cell != "" and not _is_number(cell)
 
 
 def _is_number(cell: Any) -> bool:
@@ -107,29 +146,47 @@ def _is_number(cell: Any) -> bool:
 class _Builder:
     """Gathers a manifest's rows into columns."""
 
-    def __init__(self, manifest: Path, root: Path, seen: Callable[[], None]) -> None:
+    def __init__(
+        self, manifest: Path, root: Path, class_order: ClassOrder, seen: Callable[[], None]
+    ) -> None:
         self.manifest = manifest
+        self._class_order: ClassOrder = class_order
         self._seen = seen
         self.root = os.fspath(root)
         self.blob = bytearray()
         self.offsets = array("q", [0])
 
-    def table(self, rows: Iterator[Row], targets: Sequence[str]) -> Table:
+    def table(
+        self,
+        rows: Iterator[Row],
+        path_column: str | None,
+        label_column: str | None,
+        targets: Sequence[str],
+    ) -> Table:
         first = next(rows, None)
         if first is None:
             raise UsageError(f"manifest {str(self.manifest)!r} lists no images")
         columns = list(first[1])
-        path = self._column(columns, _PATHS)
+        path = self._given("path_column", path_column, columns) or self._column(columns, _PATHS)
         if path is None:
             raise UsageError(
-                f"{self.manifest}: no column of paths among {', '.join(columns)}: "
-                f"name it {', '.join(_PATHS[:-1])} or {_PATHS[-1]}"
+                f"{self.manifest}: no column of paths among {', '.join(columns)}: say which it "
+                f"is, as --path-column {columns[0]}, or name it {', '.join(_PATHS[:-1])} or "
+                f"{_PATHS[-1]}"
             )
-        label, name = self._column(columns, _LABELS), self._column(columns, _CLASSES)
+        label = self._given("label_column", label_column, columns) or self._column(columns, _LABELS)
+        name = self._column(columns, _CLASSES)
+        if name == label:
+            name = None
         rows = self._keep_keys(first, rows, path)
         if targets or (label is None and name is None):
+            self._refuse_class_order("a manifest without classes")
             targets = self._targets(columns, [c for c in columns if c != path], targets)
             return self._finish_with(columns, (path, *targets), self._with_targets(rows, targets))
+        if label is not None and _is_name(first[1].get(label)):
+            return self._finish_with(columns, (path, label), self._with_names(rows, label))
+        if label is not None:
+            self._refuse_class_order(f"the class numbers of column {label!r}")
         taken = [column for column in (path, label, name) if column is not None]
         return self._finish_with(columns, taken, self._with_labels(rows, label, name))
 
@@ -149,7 +206,7 @@ class _Builder:
             raise UsageError(
                 f"{self.manifest}: columns {', '.join(map(repr, unknown))} are neither label, "
                 f"class nor target: say which are numbers to predict, as --targets {unknown[-1]}, "
-                "or leave them out"
+                f"or which are labels, as --label-column {unknown[-1]}, or leave them out"
             )
         return tuple(found)
 
@@ -159,6 +216,21 @@ class _Builder:
             return table
         note = f"left out of the manifest: {counted(len(left), 'column')} ({', '.join(left)})"
         return replace(table, notes=(note,))
+
+    def _refuse_class_order(self, what: str) -> None:
+        if self._class_order != "sorted":
+            raise UsageError(
+                f"class_order={self._class_order} numbers class names, and does nothing to {what}: "
+                "leave it out"
+            )
+
+    def _given(self, option: str, column: str | None, columns: Sequence[str]) -> str | None:
+        if column is not None and column not in columns:
+            raise UsageError(
+                f"{option}={column!r}: {self.manifest} has no such column; its columns are "
+                f"{', '.join(map(repr, columns))}"
+            )
+        return column
 
     def _column(self, columns: Sequence[str], names: Sequence[str]) -> str | None:
         found = [column for column in columns if column.lower() in names]
@@ -186,13 +258,19 @@ class _Builder:
 
     def _key(self, row: Row, column: str) -> bytes:
         path = self._cell(row, column)
+        if isinstance(path, int) and not isinstance(path, bool):
+            path = str(path)  # an id
         if not isinstance(path, str) or not path:
             raise self._error(row, column, f"{_SHORT.repr(path)} is not a path")
         if _NEEDS_NORMALIZING.search(path):
             path = self._below_root(row, column, path)
-        if not os.path.isfile(os.path.join(self.root, path)):
-            raise self._error(row, column, f"there is no file {path!r} in {self.root!r}")
-        return os.fsencode(path)
+        full = os.path.join(self.root, path)
+        if os.path.isfile(full):
+            return os.fsencode(path)
+        for end in _ENDS:  # an id, as Kaggle's tables have them
+            if os.path.isfile(full + end):
+                return os.fsencode(path + end)
+        raise self._error(row, column, f"there is no file {path!r} in {self.root!r}")
 
     def _below_root(self, row: Row, column: str, path: str) -> str:
         """Return the plain path from the root to `path`, which must not lead out of it."""
@@ -252,7 +330,7 @@ class _Builder:
         except (TypeError, ValueError):
             number = None
         if number is None or isinstance(cell, bool | float):
-            advice = "class names belong in a column 'class'"
+            advice = "class names belong in a column 'class', or in all rows of this"
             if _is_number(cell):
                 advice = "call a column to predict 'target'"
             raise self._error(row, column, f"{_SHORT.repr(cell)} is not a whole number; {advice}")
@@ -268,9 +346,12 @@ class _Builder:
             cell = self._cell(row, column)
             if not isinstance(cell, str) or not cell:
                 raise self._error(row, column, f"{_SHORT.repr(cell)} is not a class name")
+            if _is_number(cell) and column.lower() not in _CLASSES:
+                what = f"{_SHORT.repr(cell)} is a number among class names: call the column 'class'"
+                raise self._error(row, column, f"{what} if it is a name")
             name = self._class_name(row, column, cell)
             seen.append(numbers.setdefault(name, len(numbers)))
-        classes = sorted(numbers)
+        classes = sorted_classes(numbers, self._class_order)
         rank = np.empty(len(classes), np.int64)
         rank[[numbers[name] for name in classes]] = np.arange(len(classes))
         return self._finish(tuple(classes), rank[np.frombuffer(seen, np.int64)])

@@ -9,6 +9,7 @@ from tyro.conf import arg
 
 from h5feed.errors import UsageError
 from h5feed.jpeg import MAX_PIXELS
+from h5feed.packing.manifest import ClassOrder
 from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spec
 
 __all__ = ["PackOptions", "field_specs"]
@@ -45,11 +46,19 @@ class PackOptions:
     """JPEG quality, 1 to 100, wherever packing encodes."""
     manifest: Path | None = None
     """A csv, tsv or jsonl file of paths with labels, classes or numeric targets: columns path,
-    label (class numbers), class (names), target or target_…."""
+    label (class numbers or names), class (names), target or target_…."""
+    path_column: str | None = None
+    """The manifest's column of paths, whatever it is called; ids without extension will do."""
+    label_column: str | None = None
+    """The manifest's column of class numbers or names, whatever it is called."""
     targets: tuple[str, ...] = ()
     """The manifest's columns of numbers to predict, whatever they are called."""
     masks: Path | None = None
     """A folder of masks, one per image: the same relative path but for the extension."""
+    class_order: ClassOrder = "sorted"
+    """How class names are numbered.
+    sorted: as torchvision's ImageFolder does (class10 before class2).
+    natural: as timm does (class2 before class10)."""
     background: tuple[int, int, int] = (255, 255, 255)
     """Red, green, blue under transparent pixels and around letterboxed images."""
     mask_fill: int = 0
@@ -129,6 +138,14 @@ class PackOptions:
         if self.targets and self.manifest is None:
             raise UsageError(
                 f"targets={' '.join(self.targets)} are columns of a manifest: give one as well"
+            )
+        for name in ("path_column", "label_column"):
+            if (column := getattr(self, name)) is not None and self.manifest is None:
+                raise UsageError(f"{name}={column} is a column of a manifest: give one as well")
+        if self.targets and self.label_column is not None:
+            raise UsageError(
+                f"label_column={self.label_column} beside targets={' '.join(self.targets)}: an "
+                "item has a class or numbers to predict, leave one of them out"
             )
         if self.quality != 90 and self.store in ("raw", "yuv420"):
             raise UsageError(

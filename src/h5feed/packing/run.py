@@ -5,8 +5,9 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.packing.encode import BlockResult, Job
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_blocks, lock
+from h5feed.packing.manifest import ClassOrder
 from h5feed.packing.options import PackOptions, field_specs
 from h5feed.packing.output import (
     OutputPaths,
@@ -104,9 +106,12 @@ def pack(
     fit: Fit = "stretch",
     store: Encoding = "raw",
     quality: int = 90,
-    manifest: str | os.PathLike[str] | None = None,
+    manifest: Any = None,
+    path_column: str | None = None,
+    label_column: str | None = None,
     targets: Sequence[str] = (),
     masks: str | os.PathLike[str] | None = None,
+    class_order: ClassOrder = "sorted",
     background: tuple[int, int, int] = (255, 255, 255),
     mask_fill: int = 0,
     max_pixels: int = MAX_PIXELS,
@@ -125,8 +130,9 @@ def pack(
     `source` is a folder, or any dataset with `len(source)` and `source[i] == (image, label)`:
     image a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), label a class number
     or numeric targets. A dataset is read in this process, one item after the other, and cannot
-    be resumed. `size` is "auto", S, "HxW" or (H, W); `progress` shows a bar or lines on stderr;
-    the other options are those of `PackOptions`, which describes them.
+    be resumed. `size` is "auto", S, "HxW" or (H, W); `manifest` may be a pandas DataFrame;
+    `progress` shows a bar or lines on stderr; the other options are those of `PackOptions`, which
+    describes them.
 
     A folder of class folders:
 
@@ -147,9 +153,12 @@ def pack(
         fit=fit,
         store=store,
         quality=quality,
-        manifest=None if manifest is None else Path(manifest),
+        manifest=Path(manifest) if _is_path(manifest) else None,
+        path_column=path_column,
+        label_column=label_column,
         targets=tuple(targets),
         masks=None if masks is None else Path(masks),
+        class_order=class_order,
         background=background,
         mask_fill=mask_fill,
         max_pixels=max_pixels,
@@ -162,7 +171,17 @@ def pack(
         overwrite=overwrite,
         resume=resume,
     )
-    return pack_with(source, out, options, progress=progress)
+    if manifest is None or _is_path(manifest):
+        return pack_with(source, out, options, progress=progress)
+    if not hasattr(manifest, "to_json"):
+        raise UsageError(
+            f"manifest is a {type(manifest).__name__}: give the path of a csv, tsv or jsonl file, "
+            "or a pandas DataFrame"
+        )
+    with TemporaryDirectory() as folder:
+        table = Path(folder) / "DataFrame.jsonl"
+        manifest.to_json(table, orient="records", lines=True, default_handler=str)
+        return pack_with(source, out, replace(options, manifest=table), progress=progress)
 
 
 def pack_with(
@@ -201,8 +220,11 @@ def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | D
         return open_source(
             source,
             manifest=options.manifest,
+            path_column=options.path_column,
+            label_column=options.label_column,
             targets=options.targets,
             masks=options.masks,
+            class_order=options.class_order,
             allow_empty=options.allow_empty,
             progress=progress,
         )
@@ -211,6 +233,11 @@ def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | D
             raise UsageError(
                 f"{name}={getattr(options, name)} needs a folder, and source is a dataset"
             )
+    if options.class_order != "sorted":
+        raise UsageError(
+            f"class_order={options.class_order} numbers the classes of a folder, and source is a "
+            "dataset, which numbers its own: leave it out"
+        )
     if options.store == "original":
         raise UsageError("store=original needs a folder of files, and source is a dataset")
     return DatasetSource(source, background=options.background)

@@ -18,17 +18,18 @@ from PIL import Image
 
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.decode import DAMAGED, DecodeError, image_to_rgb
-from h5feed.packing.manifest import Table, read_manifest
+from h5feed.packing.manifest import (
+    EXTENSIONS,
+    ClassOrder,
+    Table,
+    read_manifest,
+    sorted_classes,
+)
 from h5feed.progress import Progress
 from h5feed.system import is_out_of_memory
 from h5feed.text import counted
 
 __all__ = ["DatasetSource", "FolderSource", "open_source"]
-
-EXTENSIONS = (
-    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif",
-)  # fmt: skip
-"""torchvision's IMG_EXTENSIONS and GIF; the case does not matter."""
 
 _SPLIT = re.compile("train|training|val|valid|validation|test|testing", re.IGNORECASE)
 _MASK_EXTENSIONS = (
@@ -86,17 +87,21 @@ def open_source(
     root: str | os.PathLike[str],
     *,
     manifest: str | os.PathLike[str] | None = None,
+    path_column: str | None = None,
+    label_column: str | None = None,
     targets: Sequence[str] = (),
     masks: str | os.PathLike[str] | None = None,
+    class_order: ClassOrder = "sorted",
     allow_empty: bool = False,
     progress: bool = False,
 ) -> FolderSource:
     """Find the images of a folder of class folders, a flat folder, or a manifest.
 
     Class folders follow torchvision's ImageFolder to the letter: sorted class names, nested
-    files, links followed. A folder without subfolders is flat: its labels are −1. With
-    `manifest` (csv, tsv or jsonl) its rows say which files, in which order, with which labels;
-    `targets` are its columns of numbers to predict.
+    files, links followed; class_order="natural" numbers them as timm does. A folder without
+    subfolders is flat: its labels are −1. With `manifest` (csv, tsv or jsonl) its rows say which
+    files, in which order, with which labels; `path_column`, `label_column` and `targets` name its
+    columns of paths, of labels and of numbers to predict.
     `masks` is a folder that holds a file of the same relative stem for every image.
     `progress` says on stderr what is found, where that takes a while.
 
@@ -107,9 +112,19 @@ def open_source(
     _check_folder(folder, "SRC")
     with Progress(None, "finding images", show=progress, brief=True) as bar:
         if manifest is not None:
-            table = read_manifest(Path(manifest), folder, targets=targets, seen=bar.advance)
+            table = read_manifest(
+                Path(manifest),
+                folder,
+                path_column=path_column,
+                label_column=label_column,
+                targets=targets,
+                class_order=class_order,
+                seen=bar.advance,
+            )
         else:
-            table = _read_folder(folder, allow_empty=allow_empty, seen=bar.advance)
+            table = _read_folder(
+                folder, class_order=class_order, allow_empty=allow_empty, seen=bar.advance
+            )
     columns = {field.name: getattr(table, field.name) for field in fields(table)}
     source = FolderSource(root=folder, **columns)
     if masks is None:
@@ -156,13 +171,16 @@ def _find_mask(stem: bytes) -> int | None:
 # --- folders: of class folders, or flat; in torchvision's order
 
 
-def _read_folder(root: Path, *, allow_empty: bool, seen: Callable[[], None]) -> Table:
+def _read_folder(
+    root: Path, *, class_order: ClassOrder, allow_empty: bool, seen: Callable[[], None]
+) -> Table:
     """Find the images of `root`; `seen` is called for each.
 
     Raises UsageError for a folder that holds splits, empty classes or nothing, PackError for
     what cannot be read.
     """
-    classes, loose = _scan(root, seen)
+    folders, loose = _scan(root, seen)
+    classes = sorted_classes(folders, class_order)
     keys = _Keys(seen)
     notes: tuple[str, ...] = ()
     if classes:
@@ -172,6 +190,11 @@ def _read_folder(root: Path, *, allow_empty: bool, seen: Callable[[], None]) -> 
             notes = (f"left out, of no class: {found} beside the class folders",)
         _add_classes(keys, root, classes, allow_empty)
     else:
+        if class_order != "sorted":
+            raise UsageError(
+                f"class_order={class_order} numbers class folders, and SRC {str(root)!r} has none: "
+                "leave it out"
+            )
         loose.sort(reverse=True)
         while loose:  # frees each name as its bytes are kept
             keys.keep(os.fsencode(loose.pop()), -1)
@@ -209,7 +232,7 @@ class _Keys:
 
 
 def _scan(folder: Path, seen: Callable[[], None]) -> tuple[list[str], list[str]]:
-    """Return the sorted names of a folder's subfolders, and those of the images beside them."""
+    """Return the names of a folder's subfolders, and those of the images beside them."""
     folders, images = [], []
     try:
         with os.scandir(folder) as entries:
@@ -221,7 +244,7 @@ def _scan(folder: Path, seen: Callable[[], None]) -> tuple[list[str], list[str]]
                     seen()
     except OSError as ex:
         raise _unreadable(ex) from ex
-    return sorted(folders), images
+    return folders, images
 
 
 def _unreadable(ex: OSError) -> PackError:
