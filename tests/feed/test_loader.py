@@ -639,7 +639,7 @@ class RASampler(SequentialSampler):
 
 
 def test_refuses_foreign_datasets_transforms_and_samplers(ds):
-    with pytest.raises(UsageError, match="is no H5Dataset; for any other dataset use torch's"):
+    with pytest.raises(UsageError, match="is no H5Dataset, nor a Subset or ConcatD"):
         H5Loader([1, 2, 3], 4, shuffle=True)
     for sampler in (DistributedSampler(ds, num_replicas=2, rank=0), RASampler(ds)):
         text = f"sampler={type(sampler).__name__} would be split among the ranks twice: .* leave sa"

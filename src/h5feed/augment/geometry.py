@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from h5feed.augment.ops import (
     check_size,
     refuse,
 )
+from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
     from h5feed.augment.plan import Plan
@@ -31,6 +32,7 @@ __all__ = [
     "RandomResizedCrop",
     "RandomVerticalFlip",
     "Resize",
+    "with_size",
 ]
 
 _TRIES = 10  # of torchvision's RandomResizedCrop, before it falls back to the centre
@@ -39,7 +41,7 @@ _TRIES = 10  # of torchvision's RandomResizedCrop, before it falls back to the c
 class AxisOp(Op):
     """Base of crops, resizes and flips; neighbours fold into one box and one resize per image.
 
-    >>> from dataclasses import dataclass
+    >>> from dataclasses import dataclass, replace
     >>> from h5feed import H5Dataset, H5Loader
     >>> from h5feed.augment.geometry import AxisOp
     >>> @dataclass(frozen=True)
@@ -385,3 +387,33 @@ class RandomVerticalFlip(AxisOp):
     def fold(self, frame: Frame, u: Floats) -> None:
         """Flip the images whose uniform lies below p."""
         frame.flip(False, u[:, 0] < self.p)
+
+
+def with_size(ops: Sequence[Op], size: Any) -> list[Op]:
+    """Return the ops for outputs of another size: the last that has one gets it.
+
+    Those before change in proportion: Resize(256), CenterCrop(224) becomes Resize(146),
+    CenterCrop(128). Raises UsageError for what is no size, and where no op has one.
+    """
+    sized = [k for k, op in enumerate(ops) if isinstance(op, AxisOp) and hasattr(op, "size")]
+    made: list[Any] = list(ops)
+    if not sized or made[sized[-1]].size is None:
+        raise UsageError(
+            f"size={size!r}: none of augment={made!r} says a size that could change; end with "
+            "RandomResizedCrop(size), CenterCrop(size) or Resize((height, width))"
+        )
+    last = made[sized[-1]]
+    new, old = check_size(last, "size", size), check_size(last, "size", last.size)
+    factors = new[0] / old[0], new[1] / old[1]
+    for k in sized[:-1]:
+        if made[k].size is not None:
+            made[k] = replace(made[k], size=_scaled(made[k].size, factors))
+    made[sized[-1]] = replace(last, size=size)
+    return made
+
+
+def _scaled(size: Any, factors: tuple[float, float]) -> Any:
+    if isinstance(size, Sequence) and len(size) == 2:
+        return tuple(max(round(n * f), 1) for n, f in zip(size, factors, strict=True))
+    side = size[0] if isinstance(size, Sequence) else size
+    return max(round(side * max(factors)), 1)

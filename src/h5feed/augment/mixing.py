@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from h5feed.augment.plan import Plan
 
-__all__ = ["CutMix", "MixOp", "MixUp", "mix_images", "mix_labels", "mix_rows"]
+__all__ = ["CutMix", "MixOp", "MixUp", "NoMix", "mix_images", "mix_labels", "mix_rows", "unmixed"]
 
 # A batch's parameters, float64 (6,): what the label keeps of its own, what a pixel in the box keeps
 # of its own, and the box: y0, x0, y1, x1.
@@ -100,6 +100,24 @@ class CutMix(MixOp):
         x1, y1 = min(x + half_w, width), min(y + half_h, height)
         kept = 1 - (x1 - x0) * (y1 - y0) / (width * height)
         return kept, 0, y0, x0, y1, x1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoMix(MixOp):
+    """Leave images alone; targets are shares of the classes as with MixUp, one of them 1."""
+
+    def mixture(
+        self, share: float, u_x: float, u_y: float, size: tuple[int, int]
+    ) -> tuple[float, ...]:
+        """Return that all is an image's own."""
+        return 1, 1, 0, 0, 0, 0
+
+
+def unmixed(op: Op) -> Op:
+    """Return what stands in for an op that mixes while nothing is to be mixed; others as is."""
+    if not isinstance(op, MixOp):
+        return op
+    return NoMix(alpha=op.alpha, num_classes=op.num_classes)
 
 
 def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> torch.Tensor:

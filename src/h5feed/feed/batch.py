@@ -45,6 +45,7 @@ class BatchBuilder:
         target_dtype: of labels and masks; None leaves them as they are stored.
         with_index: deliver the samples' indices as well.
         target: what comes beside the images; None is masks, or else labels.
+        keys: names of images and target, which make a batch a dict; None: a tuple.
         resident: the images, where the device gathers them by itself; None where threads do.
 
     """
@@ -63,6 +64,7 @@ class BatchBuilder:
         target_dtype: torch.dtype | None,
         with_index: bool,
         target: str | tuple[str, ...] | None = None,
+        keys: tuple[str, str] | None = None,
         resident: Resident | None = None,
     ) -> None:
         self.pixels = pixels
@@ -80,6 +82,7 @@ class BatchBuilder:
         self._with_index = with_index
         self._named = target
         self._check_named()
+        self._keys = keys
         self.resident = resident
         self._batch_size = batch_size
         self._keep = keep
@@ -121,9 +124,11 @@ class BatchBuilder:
                 sent["images"] = [self.resident.gather(where)]
             images = self._images(sent.pop("images"), params)
             masks = {name: _one_or_all([m[..., 0] for m in rows]) for name, rows in sent.items()}
-            batch: tuple[Any, ...] = (images, self._target(indices, masks, params))
+            batch: Any = (images, self._target(indices, masks, params))
             if self._with_index:
                 batch += (where,)
+            if self._keys is not None:
+                batch = dict(zip((*self._keys, "index"), batch, strict=False))
             ticket = self.transfer.close([slot for row in slots for slot in row])
         return batch, ticket
 

@@ -32,7 +32,7 @@ from h5feed.feed.imagefolder import (
 from h5feed.feed.options import check_whole
 from h5feed.jpeg import MAX_PIXELS
 
-__all__ = ["H5Dataset"]
+__all__ = ["H5Dataset", "checked_keys"]
 
 Transform = Callable[[Any], Any]
 Transforms = Callable[[Any, Any], tuple[Any, Any]]
@@ -143,7 +143,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._unasked = self.aspect == "stored" and aspect is None
         self._warns = self._unasked
         self._target_dtype = target_dtype
-        self._keys = _checked_keys(keys)
+        self._keys = checked_keys(keys)
         self._image_root = _checked_image_root(image_root)
         self.max_pixels = max_pixels
         self.pixels = PackedFiles(expand_paths(root), max_pixels=max_pixels)
@@ -174,7 +174,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         return {self._keys[0]: image, self._keys[1]: target}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples, after telling the kernel which bytes they need."""
+        """Return several samples, after telling the kernel which bytes they need.
+
+        What H5Loader's `batch_sampler` gave goes through to its `collate_fn`.
+        """
+        if getattr(indices, "samples", None) is not None:
+            return indices  # type: ignore[return-value]
         plain = [self._plain(index) for index in indices]
         self.pixels.announce(plain)
         return [self[at] for at in plain]
@@ -541,7 +546,8 @@ def _one_or_the_other(name: str) -> UsageError:
     )
 
 
-def _checked_keys(keys: Any) -> tuple[str, str] | None:
+def checked_keys(keys: Any) -> tuple[str, str] | None:
+    """Return the names of image and target; UsageError for what are no two names."""
     if keys is None:
         return None
     names = tuple(keys) if isinstance(keys, Sequence) and not isinstance(keys, str) else ()

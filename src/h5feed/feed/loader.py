@@ -6,16 +6,32 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import Sampler
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Sampler, Subset
+from typing_extensions import Unpack
 
 from h5feed.augment import Op
+from h5feed.augment.geometry import with_size
+from h5feed.augment.mixing import MixOp, NoMix, unmixed
 from h5feed.errors import UsageError
+from h5feed.feed.as_dataloader import (
+    DataLoaderFacts,
+    LoaderCollate,
+    PlannedBatch,
+    StockOptions,
+    find_items,
+    places_of,
+    read_stock,
+)
 from h5feed.feed.batch import BatchBuilder
-from h5feed.feed.dataset import H5Dataset
+from h5feed.feed.dataset import H5Dataset, checked_keys
 from h5feed.feed.device import Residency, choose_resident, open_transfer
+from h5feed.feed.files import PackedFiles
 from h5feed.feed.iterator import Counts, Cursor, Engine, Epoch, EpochIterator
 from h5feed.feed.memory import check_room
 from h5feed.feed.options import (
@@ -26,6 +42,7 @@ from h5feed.feed.options import (
     Tail,
     block_length,
     check_choices,
+    check_ops,
     check_ranks,
     check_whole,
     choose_pipeline,
@@ -38,7 +55,7 @@ from h5feed.feed.options import (
 )
 from h5feed.feed.order import Order
 from h5feed.feed.readahead import ReadAhead
-from h5feed.feed.sampling import BatchPlan, SampleOrder, Steps
+from h5feed.feed.sampling import BatchPlan, Drawing, SampleOrder, Steps
 from h5feed.feed.workers import WorkerPool
 
 __all__ = [
@@ -55,15 +72,18 @@ Loader = TypeVar("Loader", bound="PackedLoader")
 _VERSION = 1
 
 
-class PackedLoader(ABC):
+class PackedLoader(DataLoaderFacts, ABC):
     """Base: order, ranks, epochs and state. Subclasses make the batches of a pass.
 
-    Args are those of H5Loader.
+    Args are those of H5Loader, and `whole`: what `ds`, which has `items` of it, is a part of.
     """
+
+    _drawing: Drawing | None = None
+    """What draws the parameters of a batch."""
 
     def __init__(
         self,
-        ds: H5Dataset,
+        ds: Any,
         batch_size: int,
         *,
         shuffle: Shuffle,
@@ -76,9 +96,13 @@ class PackedLoader(ABC):
         indices: Sequence[int] | None,
         block: int | None,
         window: int,
+        whole: H5Dataset | None = None,
+        items: NDArray[np.int64] | None = None,
     ) -> None:
         check_whole(None, seed=seed)
         self.dataset = ds
+        self._pixels: PackedFiles = (ds if whole is None else whole).pixels
+        self._items = items
         self.batch_size = batch_size
         self.seed = seed
         self.drop_last = drop_last
@@ -90,8 +114,9 @@ class PackedLoader(ABC):
             shuffle=shuffle,
             sampler=sampler,
             indices=indices,
-            block=block_length(ds.pixels) if block is None else block,
+            block=block_length(self._pixels) if block is None else block,
             window=window,
+            items=items,
         )
         self._cursor = Cursor(epoch=0)
 
@@ -137,7 +162,7 @@ class PackedLoader(ABC):
         """Return where the latest pass stands: what it delivered, not what it made ahead."""
         return asdict(
             State(
-                fingerprint=self.dataset.pixels.fingerprint,
+                fingerprint=self._pixels.fingerprint,
                 order=self._order.kind,
                 listed=self._cursor.listed,
                 seed=self.seed,
@@ -155,22 +180,23 @@ class PackedLoader(ABC):
         Takes the state's seed. Raises UsageError for what is no state, for one of other data or
         of another order, and for one that stands outside its epoch.
         """
-        found = read_state(
-            state, fingerprint=self.dataset.pixels.fingerprint, order=self._order.kind
-        )
+        found = read_state(state, fingerprint=self._pixels.fingerprint, order=self._order.kind)
         check_place(found, self._order.samples(found.epoch))
         self.seed = found.seed
         self._cursor = Cursor(found.epoch, found.consumed, found.listed)
 
     def _begin(self) -> tuple[Cursor, Order, Steps]:
         """Go to where the next pass begins; return that, with its order and what is left of it."""
-        cursor = replace(self._cursor)
-        if cursor.begun or self._is_over(cursor):
-            cursor = Cursor(cursor.epoch + 1)
+        cursor = self._upcoming()
         order = self._order.order(self.seed, cursor.epoch)
         self._check_listed(cursor, self._order.listed(order))
         self._cursor = cursor
         return cursor, order, self._steps(cursor.consumed)
+
+    def _upcoming(self) -> Cursor:
+        """Return where the next pass begins."""
+        cursor = replace(self._cursor)
+        return Cursor(cursor.epoch + 1) if cursor.begun or self._is_over(cursor) else cursor
 
     def _is_over(self, cursor: Cursor) -> bool:
         """Whether a loaded state left nothing of its epoch, which nobody asked for by name."""
@@ -190,6 +216,30 @@ class PackedLoader(ABC):
             tail=self._tail,
             start=start,
         )
+
+    def _share(self) -> int:
+        steps = self._steps(0)
+        return (
+            sum(steps.share(step) for step in {0, len(steps) - 1} if len(steps))
+            + max(len(steps) - 2, 0) * self.batch_size
+        )
+
+    def _places(self) -> Iterator[NDArray[np.int64]]:
+        cursor = self._upcoming()
+        order, steps = self._order.order(self.seed, cursor.epoch), self._steps(cursor.consumed)
+        places = places_of(self._items)
+        for step in range(len(steps)):
+            yield places(order(steps.positions(step)))
+
+    def _plans(self) -> Iterator[PlannedBatch]:
+        cursor, order, steps = self._begin()
+        plan = BatchPlan(order, steps, self._drawing, seed=self.seed, epoch=cursor.epoch)
+        places, packed = places_of(self._items), isinstance(self.dataset, H5Dataset)
+        for step in range(len(steps)):
+            [samples] = plan.samples(step, step + 1)
+            cursor.advance(steps.consumed(step + 1))
+            yield PlannedBatch(places(samples.indices).tolist(), samples if packed else None)
+        cursor.complete()
 
     def _check_listed(self, cursor: Cursor, listed: int) -> None:
         if cursor.listed and cursor.listed != listed:
@@ -237,12 +287,18 @@ class H5Loader(PackedLoader):
     JPEG is decoded by the loader's threads, wherever batches go; h5feed.interop.dali.DaliLoader,
     which takes the same arguments, decodes it on a GPU.
 
+    It has a DataLoader's attributes, and takes a DataLoader's other arguments (StockOptions says
+    what they do). It pickles as its arguments and where it stands: memory and threads are made
+    anew where it is loaded. Nothing of it is a torch DataLoader, so accelerate's `prepare` leaves
+    it as it is: give `device=accelerator.device`; ranks it shares out itself.
+
     For images of more than 65,536 pixels it sets cv2.setNumThreads(1), in all of the process: cv2
     would else split each one among threads of its own, which compete with the loader's.
 
     Args:
-        ds: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
-            `transform`, and no `output` or `aspect` but tensors of the images as they are stored.
+        ds: what to feed: an H5Dataset, or a Subset or ConcatDataset of such, nested as you like.
+            Its `target_transform` and `target_dtype` apply; it may have no `transform`, and no
+            `output` or `aspect` but tensors of the images as they are stored.
         batch_size: samples of a batch, of this rank.
         shuffle: False, True, or "block" (for disks that hate seeks: long sequential reads).
         augment: ops of h5feed.augment, in order.
@@ -272,7 +328,9 @@ class H5Loader(PackedLoader):
         world_size: how many share an epoch; None asks torch.distributed, when a pass begins.
         on_error: "raise", or "skip": the next whole sample of the batch stands in for one that
             cannot be decoded, or read with io="read"; see stats().
-        with_index: deliver (images, labels, indices).
+        with_index: deliver (images, labels, indices); indices are those of the packed items.
+        keys: names of images and target, such as ("pixel_values", "labels"), which make a batch a
+            dict; indices are then its "index". None takes the dataset's.
         sampler: any torch Sampler that has a length; it gives the order of all ranks together.
         indices: the samples to take, as positions in `ds`.
         block: samples of a block with shuffle="block"; None: 8 MB of them.
@@ -282,6 +340,7 @@ class H5Loader(PackedLoader):
             cut short meanwhile, ends the process by SIGBUS. "read": each is read (raw
             256x256 takes 15 % more CPU so, JPEG no more), and what the disk does not give is a
             DamagedItemError that names item and errno.
+        stock: DataLoader's other arguments, see StockOptions.
 
     Raises:
         UsageError: for an argument that is wrong, with what to do.
@@ -290,7 +349,7 @@ class H5Loader(PackedLoader):
 
     def __init__(
         self,
-        ds: H5Dataset,
+        ds: H5Dataset | Subset[Any] | ConcatDataset[Any],
         batch_size: int,
         *,
         shuffle: Shuffle = False,
@@ -310,14 +369,19 @@ class H5Loader(PackedLoader):
         world_size: int | None = None,
         on_error: OnError = "raise",
         with_index: bool = False,
+        keys: tuple[str, str] | None = None,
         sampler: Sampler[int] | None = None,
         indices: Sequence[int] | None = None,
         block: int | None = None,
         window: int = 16,
         lookahead: int = 64 << 20,
         io: Io = "map",
+        **stock: Unpack[StockOptions],
     ) -> None:
-        check_arguments(ds, batch_size=batch_size, prefetch=prefetch, views=views)
+        given = {k: v for k, v in locals().items() if k not in ("self", "__class__", "stock")}
+        self._arguments: dict[str, Any] = {**given, **stock}
+        packed, items = find_items(ds)
+        check_arguments(packed, batch_size=batch_size, prefetch=prefetch, views=views)
         check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
         super().__init__(
             ds,
@@ -325,64 +389,135 @@ class H5Loader(PackedLoader):
             shuffle=shuffle,
             drop_last=drop_last,
             tail=tail,
-            seed=seed,
+            seed=read_stock(stock, seed),
             rank=rank,
             world_size=world_size,
             sampler=sampler,
             indices=indices,
             block=block,
             window=window,
+            whole=packed,
+            items=items,
         )
         self.prefetch = prefetch
         self._lookahead = lookahead
-        transfer = open_transfer(device)
-        pixels = choose_pixels(ds.pixels, io, residency)
-        self.residency, why, resident = choose_resident(
-            residency, ds.pixels, transfer, augment_on=augment_on
-        )
-        resides = resident is not None
-        pipeline, on_device, reason = choose_pipeline(
-            ds.pixels,
-            augment,
-            views=views,
-            antialias=antialias,
-            on="device" if resides else augment_on,
-            transfer=transfer,
+        self._transfer = open_transfer(device)
+        self._read = choose_pixels(packed.pixels, io, residency)
+        self.residency, why, self._resident = choose_resident(
+            residency, packed.pixels, self._transfer, augment_on=augment_on
         )
         self._reasons = {
             "residency_reason": why,
-            "augment_on_reason": "the images are there" if resides else reason,
-            "decoding": explain_decoding(ds.pixels, transfer),
+            "decoding": explain_decoding(packed.pixels, self._transfer),
         }
-        self._compiled = compile_ops(pipeline, on_device=on_device) if compile else None
-        self._builder = BatchBuilder(
-            pixels,
-            pipeline,
-            transfer,
-            batch_size=batch_size,
-            on_device=on_device,
-            keep=prefetch + 2,
-            on_error=on_error,
-            target_transform=ds.target_transform,
-            target_dtype=ds.target_dtype,
-            with_index=with_index,
-            target=ds.target,
-            resident=resident,
-        )
-        check_room(self._builder.rings, prefetch + 1)
+        self._target: dict[str, Any] = {
+            "target_transform": packed.target_transform,
+            "target_dtype": packed.target_dtype,
+            "target": packed.target,
+            "keys": packed.keys if keys is None else checked_keys(keys),
+        }
+        self._ops: tuple[Op, ...] = check_ops(augment)
+        self._build()
         idle = num_workers == "auto" and not self._builder.fields  # the device does it all
-        self.num_workers = 1 if idle else choose_workers(num_workers, transfer.device)
-        leave_cores_to_loader(None if on_device else pipeline, self.num_workers)
+        self.num_workers = 1 if idle else choose_workers(num_workers, self._transfer.device)
+        self._leave_cores()
         self._engine: Engine = WorkerPool(self.num_workers)
         self._counts = Counts()
         self._passes: list[weakref.ref[EpochIterator]] = []
+
+    def _build(self) -> None:
+        """Make what makes batches, by the ops there are now."""
+        arguments, resides = self._arguments, self._resident is not None
+        pipeline, on_device, reason = choose_pipeline(
+            self._pixels,
+            self._ops,
+            views=arguments["views"],
+            antialias=arguments["antialias"],
+            on="device" if resides else arguments["augment_on"],
+            transfer=self._transfer,
+        )
+        self._reasons["augment_on_reason"] = "the images are there" if resides else reason
+        compiles = arguments["compile"]
+        compiled = compile_ops(pipeline, on_device=on_device) if compiles else None
+        builder = BatchBuilder(
+            self._read,
+            pipeline,
+            self._transfer,
+            batch_size=self.batch_size,
+            on_device=on_device,
+            keep=self.prefetch + 2,
+            on_error=arguments["on_error"],
+            with_index=arguments["with_index"],
+            resident=self._resident,
+            **self._target,
+        )
+        check_room(builder.rings, self.prefetch + 1)
+        self._builder, self._compiled = builder, compiled
+        self._drawing = builder.drawing
+
+    def _leave_cores(self) -> None:
+        if not self._builder.on_device:
+            leave_cores_to_loader(self._builder.pipeline, self.num_workers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (self._arguments, self._ops, self.seed, replace(self._cursor))
+
+    @property
+    def collate_fn(self) -> LoaderCollate:
+        """What makes batches of what `batch_sampler` gives, in a DataLoader of somebody else's.
+
+        accelerate's `skip_first_batches` builds one. Its batches lie on the CPU.
+        """
+        return LoaderCollate(partial(_cpu_builder, self._arguments, self._ops), self._ops)
+
+    def set_size(self, size: int | tuple[int, int]) -> None:
+        """Make images of another size from the next pass on.
+
+        The last op that has a size gets it, those before change in proportion: Resize(256),
+        CenterCrop(224) becomes Resize(146), CenterCrop(128) by `set_size(128)`. Samples, crops (as
+        shares of the image) and the state stay those they are: a program that resumes calls
+        `set_size` as it did before. Raises UsageError for what is no size, and where no op has one.
+        """
+        self._change(with_size(self._ops, size))
+
+    @property
+    def mixup_enabled(self) -> bool:
+        """Whether MixUp or CutMix mix batches, as timm's loaders call it.
+
+        False, from the next pass on, leaves images alone; targets stay shares of the classes.
+        """
+        return any(isinstance(op, MixOp) and not isinstance(op, NoMix) for op in self._ops)
+
+    @mixup_enabled.setter
+    def mixup_enabled(self, enabled: bool) -> None:
+        if not enabled:
+            self._change([unmixed(op) for op in self._ops])
+        elif not self.mixup_enabled:
+            given = check_ops(self._arguments["augment"])
+            if not any(isinstance(op, MixOp) for op in given):
+                raise UsageError(
+                    f"mixup_enabled=True, and augment={given!r} has no MixUp and no CutMix: give "
+                    "H5Loader one, last in augment"
+                )
+            mixing = {type(op): op for op in given if isinstance(op, MixOp)}
+            self._change([*[o for o in self._ops if not isinstance(o, MixOp)], *mixing.values()])
+
+    def _change(self, ops: Sequence[Op]) -> None:
+        """Go on with other ops; passes that have begun keep theirs."""
+        before, self._ops = self._ops, tuple(ops)
+        try:
+            self._build()
+        except UsageError:
+            self._ops = before
+            raise
+        self._leave_cores()
 
     def __iter__(self) -> EpochIterator:
         """Begin a pass; it makes batches ahead as soon as it exists."""
         cursor, order, steps = self._begin()
         plan = BatchPlan(order, steps, self._builder.drawing, seed=self.seed, epoch=cursor.epoch)
         fields = [field.name for field in self._builder.fields]
-        ahead = ReadAhead(self.dataset.pixels, plan, lookahead=self._lookahead, fields=fields)
+        ahead = ReadAhead(self._pixels, plan, lookahead=self._lookahead, fields=fields)
         epoch = Epoch(builder=self._builder, ahead=ahead, engine=self._engine)
         begun = EpochIterator(epoch, cursor, self._counts, prefetch=self.prefetch)
         # no WeakSet: that would run Python, in which a Ctrl-C is lost, when a pass ends
@@ -423,6 +558,22 @@ class H5Loader(PackedLoader):
             "compiled": self._compiled is not None and self._compiled.error is None,
             **self._reasons,
         }
+
+
+def _remake(arguments: dict[str, Any], ops: tuple[Op, ...], seed: int, cursor: Cursor) -> H5Loader:
+    """Make a loader again that was pickled."""
+    made = H5Loader(**arguments)
+    made.seed, made._cursor = seed, cursor
+    if ops != made._ops:
+        made._change(ops)
+    return made
+
+
+def _cpu_builder(arguments: dict[str, Any], ops: tuple[Op, ...]) -> BatchBuilder:
+    """Make what makes a loader's batches, without threads and devices."""
+    plain = {"rank": 0, "world_size": 1, "sampler": None, "indices": None, "num_workers": 1}
+    here = {"device": "cpu", "augment_on": "auto", "residency": "stream", "compile": False}
+    return H5Loader(**{**arguments, **plain, **here, "augment": ops})._builder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,8 +635,8 @@ def check_arguments(ds: Any, **numbers: Any) -> None:
     """Refuse a dataset that is none of ours or asks for what no loader does, and counts below 1."""
     if not isinstance(ds, H5Dataset):
         raise UsageError(
-            f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader (for a part "
-            "of an H5Dataset give H5Loader the whole and indices=)"
+            f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader, and for a "
+            "part of an H5Dataset the whole and indices="
         )
     if ds.image_transform is not None:
         name = "transform" if ds.transform is not None else "transforms"

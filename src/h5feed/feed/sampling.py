@@ -45,6 +45,7 @@ class SampleOrder:
         indices: the samples to take at all; with a shuffle, in shuffled order.
         block: samples of a block, for shuffle="block".
         window: blocks shuffled together.
+        items: int64 (count,), where the samples counted are a part of the items; None: all.
 
     Raises UsageError for arguments that contradict each other.
 
@@ -59,6 +60,7 @@ class SampleOrder:
         indices: Sequence[int] | None,
         block: int,
         window: int,
+        items: Indices | None = None,
     ) -> None:
         if shuffle not in (True, False, "block"):
             raise UsageError(f'shuffle={shuffle!r} is none of True, "block" and False')
@@ -68,7 +70,11 @@ class SampleOrder:
         self._count = count
         self._shuffle: Shuffle = shuffle
         self._sampler = sampler
-        self._indices = None if indices is None else _as_indices(indices, count, "indices")
+        self._items = items
+        chosen = items
+        if indices is not None:
+            chosen = self._at(_as_indices(indices, count, "indices"))
+        self._indices = chosen
         self._block = block
         self._window = window
 
@@ -86,7 +92,7 @@ class SampleOrder:
     def order(self, seed: int, epoch: int) -> Order:
         """Return the order of an epoch; UsageError where a sampler gives none."""
         if self._sampler is not None:
-            return Listed(_ask(self._sampler, seed, epoch, self._count))
+            return Listed(self._at(_ask(self._sampler, seed, epoch, self._count)))
         computed = self._computed(len(self), seed, epoch)
         return computed if self._indices is None else Listed(self._indices, computed)
 
@@ -106,6 +112,9 @@ class SampleOrder:
         if self._sampler is None:
             return 0
         return _crc(order(np.arange(len(order))))
+
+    def _at(self, places: Indices) -> Indices:
+        return places if self._items is None else self._items[places]
 
     def _computed(self, count: int, seed: int, epoch: int) -> Order:
         if self._shuffle == "block":
