@@ -1,6 +1,9 @@
+import numpy as np
 import pytest
 import torch
 
+from h5feed.augment import CutMix, MixUp
+from h5feed.augment.mixing import mix_labels, mix_rows
 from h5feed.train.config import RecipeConfig
 from h5feed.train.tricks import mix_batch
 
@@ -39,3 +42,20 @@ def test_the_draw_is_a_function_of_the_seed():
     one, two, other = (mix_batch(IMAGES, LABELS, config, 4, seed) for seed in ((1,), (1,), (2,)))
     assert torch.equal(one[0], two[0])
     assert not torch.equal(one[1], other[1])
+
+
+def test_a_label_that_is_no_class_is_refused():
+    with pytest.raises(RuntimeError, match="MixUp or CutMix met a label outside of 0 to 2"):
+        mix_batch(IMAGES, LABELS, RecipeConfig(mixup=1.0), 3, (1,))
+
+
+@pytest.mark.parametrize("recipe", [RecipeConfig(mixup=0.4), RecipeConfig(cutmix=1.0)])
+def test_batches_are_mixed_as_h5loaders_are(recipe):
+    op = MixUp(alpha=0.4) if recipe.mixup else CutMix(alpha=1.0)
+    images, targets = mix_batch(IMAGES, LABELS, recipe, 4, (5,))
+    drawn = op.draw(np.random.default_rng((5,)).random(3), (16, 16))
+    rows = IMAGES.permute(0, 2, 3, 1).contiguous().numpy()
+    mix_rows(rows, drawn, torch.uint8)
+    expected = torch.from_numpy(rows).permute(0, 3, 1, 2).float()
+    torch.testing.assert_close(images.float(), expected, atol=0.51, rtol=0)
+    torch.testing.assert_close(targets, mix_labels(LABELS, float(drawn[0]), 4))

@@ -120,10 +120,14 @@ def unmixed(op: Op) -> Op:
     return NoMix(alpha=op.alpha, num_classes=op.num_classes)
 
 
-def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> torch.Tensor:
+def mix_labels(
+    labels: torch.Tensor, kept: float, num_classes: int | None, *, wait: bool = True
+) -> torch.Tensor:
     """Return float32 (B, K) mixed targets from int64 (B,) or float (B, K) ones.
 
-    Raises UsageError for class numbers without `num_classes`, or outside them.
+    Raises UsageError for class numbers without `num_classes`, or outside them. To look at the
+    latter waits for the labels' device; without `wait` they are torch's RuntimeError, on a GPU
+    once it gets there.
     """
     import torch
 
@@ -132,12 +136,15 @@ def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> to
             raise UsageError(
                 "MixUp and CutMix need to know how many classes there are: give num_classes"
             )
-        wrong = labels[(labels < 0) | (labels >= num_classes)]
-        if len(wrong):
+        valid = (labels >= 0) & (labels < num_classes)
+        if not wait:
+            said = f"MixUp or CutMix met a label outside of 0 to {num_classes - 1}"
+            torch._assert_async(valid.all(), said)
+        elif not valid.all():
             raise UsageError(
-                f"MixUp and CutMix met label {wrong[0].item()}, and num_classes={num_classes} "
-                f"means 0 to {num_classes - 1}: give num_classes above every label, and leave "
-                "items without a class (-1) out by indices="
+                f"MixUp and CutMix met label {labels[~valid][0].item()}, and num_classes="
+                f"{num_classes} means 0 to {num_classes - 1}: give num_classes above every label, "
+                "and leave items without a class (-1) out by indices="
             )
         labels = labels[:, None] == torch.arange(num_classes, device=labels.device)
     labels = labels.float()
@@ -145,15 +152,20 @@ def mix_labels(labels: torch.Tensor, kept: float, num_classes: int | None) -> to
 
 
 def mix_images(images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """Return images (B, C, H, W) mixed by parameters (6,) on the same device."""
+    """Return images (B, C, H, W) mixed by parameters (6,) on the same device.
+
+    Whole numbers cannot be blended: of them CutMix's parameters alone may be given.
+    """
     import torch
 
     _, kept, y0, x0, y1, x1 = mix.unbind(0)
     y = torch.arange(images.shape[2], device=images.device).view(-1, 1)
     x = torch.arange(images.shape[3], device=images.device)
     inside = (y >= y0) & (y < y1) & (x >= x0) & (x < x1)
-    weight = torch.where(inside, kept, 1.0).to(images.dtype)
-    return images * weight + images.roll(1, 0) * (1 - weight)
+    partners = images.roll(1, 0)
+    if not images.is_floating_point():
+        return torch.where(inside, partners, images)
+    return torch.lerp(partners, images, torch.where(inside, kept, 1.0).to(images.dtype))
 
 
 def mix_rows(rows: Image, mix: Floats, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from h5feed.augment.mixing import CutMix, MixOp, MixUp, mix_images, mix_labels
 from h5feed.train.config import RecipeConfig
 from h5feed.train.loaders import Loader
 
@@ -299,40 +300,27 @@ class Ema:
 def mix_batch(
     images: Tensor, targets: Tensor, config: RecipeConfig, num_classes: int, seed: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Mix each image with its neighbour in the batch; targets become shares of classes.
+    """Mix each image with the one before it in the batch; targets become shares of classes.
 
-    `images` are (B, C, H, W), `targets` (B,) class numbers; returns float (or, cut, as they
-    came) images and float32 (B, num_classes). Mixup is Zhang et al. 2018 (arXiv:1710.09412),
-    CutMix Yun et al. 2019 (arXiv:1905.04899); with both on, each batch takes one at random. The
-    draw is a function of `seed` (a run's seed, step, part and rank), so that a resumed run
-    mixes alike. A batch is shuffled already, so that a neighbour is a random partner.
+    What MixUp and CutMix of h5feed.augment do, on a batch that is on the device already, whatever
+    loader brought it. `images` are (B, C, H, W), `targets` (B,) class numbers; returns float (or,
+    cut, as they came) images and float32 (B, num_classes). With both on, each batch takes one at
+    random. The draw is a function of `seed` (a run's seed, step, part and rank), so that a resumed
+    run mixes alike. A batch is shuffled already, so that a neighbour is a random partner.
+
+    >>> from h5feed.train.config import RecipeConfig
+    >>> images, labels = torch.zeros(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+    >>> images, targets = mix_batch(images, labels, RecipeConfig(mixup=0.2), 10, seed=(0, 1))
+    >>> targets.shape
+    torch.Size([4, 10])
     """
-    draws = np.random.default_rng(seed)
-    cut = config.cutmix > 0 and (config.mixup == 0 or draws.random() < 0.5)
-    alpha = config.cutmix if cut else config.mixup
-    share = draws.beta(alpha, alpha)
-    partners = images.roll(1, 0)
-    if cut:
-        images, share = _paste(images, partners, share, draws)
-    else:
-        images = torch.lerp(partners.float(), images.float(), share)
-    one_hot = torch.zeros(len(targets), num_classes, device=targets.device)
-    one_hot.scatter_(1, targets[:, None], 1.0)
-    return images, torch.lerp(one_hot.roll(1, 0), one_hot, share)
-
-
-def _paste(
-    images: Tensor, partners: Tensor, share: float, draws: np.random.Generator
-) -> tuple[Tensor, float]:
-    """Put a box of the partner, 1 − share of the area, over each image; the box is clipped."""
-    height, width = images.shape[2:]
-    half_h, half_w = (side * (1 - share) ** 0.5 / 2 for side in (height, width))
-    y, x = draws.integers(height), draws.integers(width)
-    top, bottom = round(max(y - half_h, 0)), round(min(y + half_h, height))
-    left, right = round(max(x - half_w, 0)), round(min(x + half_w, width))
-    images = images.clone()
-    images[:, :, top:bottom, left:right] = partners[:, :, top:bottom, left:right]
-    return images, 1 - (bottom - top) * (right - left) / (height * width)
+    rng = np.random.default_rng(seed)
+    cut = config.cutmix > 0 and (config.mixup == 0 or rng.random() < 0.5)
+    op: MixOp = CutMix(alpha=config.cutmix) if cut else MixUp(alpha=config.mixup)
+    drawn = op.draw(rng.random(3), (images.shape[2], images.shape[3]))
+    mix = torch.from_numpy(drawn).float().to(images.device, non_blocking=True)
+    images = mix_images(images if cut else images.float(), mix)
+    return images, mix_labels(targets, float(drawn[0]), num_classes, wait=False)
 
 
 _GROWING = 0.75
