@@ -16,6 +16,7 @@ MODULES = [
     *(f"h5feed.feed.{name}" for name in FEED),
     "h5feed.errors",
     "h5feed.jpeg",
+    "h5feed.packing.fields",
     "h5feed.packing.options",
     "h5feed.packing.run",
     "h5feed.progress",

@@ -17,7 +17,8 @@ import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.errors import PackError, UsageError
+from h5feed.packing.fields import FieldBuilder, parse_field
+from h5feed.store.fields import FieldValues
 from h5feed.text import counted
 
 __all__ = ["EXTENSIONS", "ClassOrder", "Table", "read_manifest", "sorted_classes"]
@@ -71,6 +74,8 @@ class Table:
     """(N+1,) where each key begins in `key_bytes`."""
     targets: tuple[str, ...] = ()
     """The names of float32 labels' K columns."""
+    fields: Mapping[str, FieldValues] = field(default_factory=dict)
+    """Further fields by name."""
     notes: tuple[str, ...] = ()
     """What a user should be told, such as images that belong to no class."""
 
@@ -106,12 +111,14 @@ def read_manifest(
     label_column: str | None = None,
     targets: Sequence[str] = (),
     class_order: ClassOrder = "sorted",
+    fields: Sequence[str] = (),
     seen: Callable[[], None],
 ) -> Table:
     """Read a manifest whose relative paths start at the folder `root`; `seen` is called per row.
 
     `path_column` and `label_column` are the columns of paths and of labels, whatever they are
     called. `targets` are the columns of numbers to predict, in the order they are packed in.
+    `fields` are the columns to keep as further fields, each NAME or NAME:TYPE.
 
     Raises UsageError naming file, line and column; PackError where it cannot be read.
     """
@@ -124,6 +131,9 @@ def read_manifest(
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a pipe would wait for good
             raise UsageError(f"manifest {str(manifest)!r} is a pipe or a device: give a file")
         builder = _Builder(manifest, root, class_order, seen)
+        builder.fields = [
+            FieldBuilder(*parse_field(text), texts=reader is _csv_rows) for text in fields
+        ]
         return builder.table(reader(manifest), path_column, label_column, targets)
     except FileNotFoundError as ex:
         raise UsageError(f"manifest {str(manifest)!r} does not exist") from ex
@@ -155,6 +165,7 @@ class _Builder:
         self.root = os.fspath(root)
         self.blob = bytearray()
         self.offsets = array("q", [0])
+        self.fields: list[FieldBuilder] = []
 
     def table(
         self,
@@ -178,10 +189,12 @@ class _Builder:
         name = self._column(columns, _CLASSES)
         if name == label:
             name = None
+        self._check_fields(columns)
         rows = self._keep_keys(first, rows, path)
         if targets or (label is None and name is None):
             self._refuse_class_order("a manifest without classes")
-            targets = self._targets(columns, [c for c in columns if c != path], targets)
+            kept = {path, *(one.name for one in self.fields)}
+            targets = self._targets(columns, [c for c in columns if c not in kept], targets)
             return self._finish_with(columns, (path, *targets), self._with_targets(rows, targets))
         if label is not None and _is_name(first[1].get(label)):
             return self._finish_with(columns, (path, label), self._with_names(rows, label))
@@ -211,7 +224,8 @@ class _Builder:
         return tuple(found)
 
     def _finish_with(self, columns: Sequence[str], taken: Sequence[str], table: Table) -> Table:
-        left = [repr(column) for column in columns if column not in taken]
+        kept = {*taken, *(one.name for one in self.fields)}
+        left = [repr(column) for column in columns if column not in kept]
         if not left:
             return table
         note = f"left out of the manifest: {counted(len(left), 'column')} ({', '.join(left)})"
@@ -232,6 +246,17 @@ class _Builder:
             )
         return column
 
+    def _check_fields(self, columns: Sequence[str]) -> None:
+        names = [one.name for one in self.fields]
+        for name in names:
+            if name not in columns:
+                raise UsageError(
+                    f"field={name!r}: {self.manifest} has no such column; its columns are "
+                    f"{', '.join(map(repr, columns))}"
+                )
+            if names.count(name) > 1:
+                raise UsageError(f"field={name!r} is given twice: once is enough")
+
     def _column(self, columns: Sequence[str], names: Sequence[str]) -> str | None:
         found = [column for column in columns if column.lower() in names]
         if len(found) > 1:
@@ -244,6 +269,8 @@ class _Builder:
             self._refuse_late_columns(row, first)
             self.blob += self._key(row, column)
             self.offsets.append(len(self.blob))
+            for one in self.fields:
+                one.add(self._cell(row, one.name), partial(self._error, row, one.name))
             self._seen()
             yield row
             row = next(rows, None)
@@ -398,6 +425,7 @@ class _Builder:
             labels=labels,
             key_bytes=np.frombuffer(self.blob, np.uint8),
             key_offsets=np.frombuffer(self.offsets, np.int64),
+            fields={one.name: one.values() for one in self.fields},
         )
 
 

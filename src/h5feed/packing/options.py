@@ -1,11 +1,12 @@
 """The options of packing, and the pixel fields that they ask for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
 from h5feed.errors import UsageError
 from h5feed.jpeg import MAX_PIXELS
@@ -53,6 +54,10 @@ class PackOptions:
     """The manifest's column of class numbers or names, whatever it is called."""
     targets: tuple[str, ...] = ()
     """The manifest's columns of numbers to predict, whatever they are called."""
+    fields: Annotated[UseAppendAction[tuple[str, ...]], arg(name="field")] = ()
+    """The manifest's columns to keep as further fields, each NAME or NAME:TYPE: text, json, or
+    float32, float64, int64 or uint8, alone or as in float32[17] or, of any length, float32[n,4].
+    Without TYPE the first row says it."""
     masks: Path | None = None
     """A folder of masks, one per image: the same relative path but for the extension."""
     class_order: ClassOrder = "sorted"
@@ -88,7 +93,7 @@ class PackOptions:
 
     def check(self) -> None:
         """Raise UsageError for a value out of range, or one that would be ignored."""
-        for option in fields(self):
+        for option in dataclass_fields(self):
             if get_origin(option.type) is Literal:
                 _among(option.name, getattr(self, option.name), get_args(option.type))
         _in_range("quality", self.quality, 1, 100)
@@ -107,10 +112,15 @@ class PackOptions:
 
     def content(self) -> dict[str, Any]:
         """Return the options that decide the file's bytes, as JSON values."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_CONTENT}
+        names = [option.name for option in dataclass_fields(self)]
+        named = {name: getattr(self, name) for name in names if name not in _NOT_CONTENT}
         for name in ("manifest", "masks"):  # no absolute path may enter a file
             named[name] = None if named[name] is None else named[name].name
-        return named | {"background": list(self.background), "targets": list(self.targets)}
+        return named | {
+            "background": list(self.background),
+            "targets": list(self.targets),
+            "fields": list(self.fields),
+        }
 
     def skip_limit(self, count: int) -> int:
         """Return how many of `count` images may be skipped."""
@@ -134,6 +144,10 @@ class PackOptions:
             raise UsageError(
                 f"mask_fill={self.mask_fill} is what surrounds letterboxed masks, and "
                 f"fit={self.fit} makes none: leave it out, or take fit=pad"
+            )
+        if self.fields and self.manifest is None:
+            raise UsageError(
+                f"fields={' '.join(self.fields)} are columns of a manifest: give one as well"
             )
         if self.targets and self.manifest is None:
             raise UsageError(

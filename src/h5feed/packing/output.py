@@ -25,6 +25,7 @@ from h5feed.packing.encode import BlockResult, Job, Payload, Skip, field_sizes, 
 from h5feed.packing.options import PackOptions
 from h5feed.progress import Progress
 from h5feed.store.check import check_file
+from h5feed.store.fields import FieldValues, continue_checksums
 from h5feed.store.layout import (
     MASKS,
     MAX_PROVENANCE,
@@ -292,6 +293,7 @@ def finish(paths: OutputPaths, results: Results) -> None:
         offsets=_offsets(results),
         shapes=_shapes(results),
         side=paths.side(specs),
+        further=_further(results),
     )
     paths.discard(specs)
 
@@ -310,7 +312,9 @@ def is_finished(paths: OutputPaths, results: Results, *, progress: bool) -> bool
     starts = [extent.start for extent in found.extents.values()]
     if len(starts) != len(specs):
         return False
-    made = fingerprint(specs, starts, columns, text, _offsets(results), _shapes(results))
+    made = fingerprint(
+        specs, starts, columns, text, _offsets(results), _shapes(results), found.fields
+    )
     if found.fingerprint != made:
         return False
     with Progress(results.count, "checking", show=progress, brief=True) as bar:
@@ -335,9 +339,15 @@ def _columns(results: Results) -> Columns:
         key_bytes=key_bytes,
         key_offsets=key_offsets,
         source_shapes=np.ascontiguousarray(rows["source_shape"]),
-        crc32=np.ascontiguousarray(rows["crc32"]),
+        crc32=continue_checksums(np.ascontiguousarray(rows["crc32"]), _further(results)),
         letterbox=np.ascontiguousarray(rows["box"]) if "box" in (rows.dtype.names or ()) else None,
     )
+
+
+def _further(results: Results) -> dict[str, FieldValues]:
+    """Return the further fields' values of the packed images."""
+    index = results.rows["index"]
+    return {name: values.take(index) for name, values in results.job.source.fields.items()}
 
 
 def _keys(blob: Array, offsets: Array, index: Array) -> tuple[Array, Array]:

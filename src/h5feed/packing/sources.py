@@ -7,8 +7,9 @@ import re
 import shlex
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from h5feed.packing.manifest import (
     sorted_classes,
 )
 from h5feed.progress import Progress
+from h5feed.store.fields import FieldValues
 from h5feed.system import is_out_of_memory
 from h5feed.text import counted
 
@@ -63,8 +65,12 @@ class FolderSource(Table):
         digest = hashlib.sha256(
             "\0".join(self.classes + self.targets).encode("utf-8", "surrogateescape")
         )
-        for column in (self.key_offsets, self.key_bytes, self.labels):
-            digest.update(np.ascontiguousarray(column).data)
+        columns: list[npt.NDArray[Any]] = [self.key_offsets, self.key_bytes, self.labels]
+        for name, values in sorted(self.fields.items()):
+            digest.update(f"{name}\0{values.type}\0".encode())
+            columns += [values.data, *([] if values.offsets is None else [values.offsets])]
+        for column in columns:
+            digest.update(np.ascontiguousarray(column).data if column.size else b"")
         with Progress(len(self), "looking at files", show=progress, brief=True) as bar:
             for index in range(len(self)):
                 digest.update(_status(self.path(index)))
@@ -90,6 +96,7 @@ def open_source(
     path_column: str | None = None,
     label_column: str | None = None,
     targets: Sequence[str] = (),
+    fields: Sequence[str] = (),
     masks: str | os.PathLike[str] | None = None,
     class_order: ClassOrder = "sorted",
     allow_empty: bool = False,
@@ -101,7 +108,8 @@ def open_source(
     files, links followed; class_order="natural" numbers them as timm does. A folder without
     subfolders is flat: its labels are −1. With `manifest` (csv, tsv or jsonl) its rows say which
     files, in which order, with which labels; `path_column`, `label_column` and `targets` name its
-    columns of paths, of labels and of numbers to predict.
+    columns of paths, of labels and of numbers to predict, `fields` those to keep as further
+    fields.
     `masks` is a folder that holds a file of the same relative stem for every image.
     `progress` says on stderr what is found, where that takes a while.
 
@@ -118,6 +126,7 @@ def open_source(
                 path_column=path_column,
                 label_column=label_column,
                 targets=targets,
+                fields=fields,
                 class_order=class_order,
                 seen=bar.advance,
             )
@@ -125,7 +134,7 @@ def open_source(
             table = _read_folder(
                 folder, class_order=class_order, allow_empty=allow_empty, seen=bar.advance
             )
-    columns = {field.name: getattr(table, field.name) for field in fields(table)}
+    columns = {column.name: getattr(table, column.name) for column in dataclass_fields(table)}
     source = FolderSource(root=folder, **columns)
     if masks is None:
         return source
@@ -334,6 +343,7 @@ class DatasetSource:
         self.targets: tuple[str, ...] = ()
         """A dataset's targets have no names."""
         self.labels: npt.NDArray[np.int64] | npt.NDArray[np.float32] | None = None
+        self.fields: Mapping[str, FieldValues] = {}
 
     def __len__(self) -> int:
         return self._count

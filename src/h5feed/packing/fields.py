@@ -1,0 +1,153 @@
+"""Further fields of a manifest: which columns are packed, as what, and their cells as values."""
+
+import json
+import re
+import reprlib
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from h5feed.errors import UsageError
+from h5feed.store.fields import FieldType, FieldValues, is_field_name
+
+__all__ = ["FieldBuilder", "parse_field"]
+
+_TYPES = "float32, float64, int64 or uint8, alone or as in float32[17] or float32[n,4], text, json"
+_ARRAY = re.compile(r"(float32|float64|int64|uint8)(?:\[([\dn, ]+)\])?")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
+
+def parse_field(text: str) -> tuple[str, FieldType | None]:
+    """Return the column and the type that `NAME[:TYPE]` says; without TYPE the values say it.
+
+    >>> parse_field("caption")
+    ('caption', None)
+    >>> parse_field("landmarks:float32[5,2]")[1].shape
+    (5, 2)
+    >>> parse_field("spots:float32[n,2]")[1].kind
+    'array'
+    """
+    name, _, kind = text.partition(":")
+    if not is_field_name(name):
+        raise UsageError(
+            f"field={text!r}: {name!r} can be no field's name: letters, digits, _ . and -, "
+            "a letter first, and not label, mask or image; name the column otherwise"
+        )
+    if not kind:
+        return name, None
+    if kind in ("text", "json"):
+        return name, FieldType(kind=kind)  # type: ignore[arg-type]
+    found = _ARRAY.fullmatch(kind)
+    sides = [] if found is None or found[2] is None else [s.strip() for s in found[2].split(",")]
+    rows = sides[:1] == ["n"]
+    try:
+        if found is None:
+            raise ValueError
+        shape = tuple(map(int, sides[rows:]))
+        return name, FieldType(kind="array" if rows else "fixed", dtype=found[1], shape=shape)
+    except ValueError:
+        raise UsageError(f"field={text!r}: {kind!r} is no type: give {_TYPES}") from None
+
+
+class FieldBuilder:
+    """Gathers one field's values as a manifest's rows come, compact from the start."""
+
+    def __init__(self, name: str, kind: FieldType | None, *, texts: bool) -> None:
+        """Gather cells of a table of `texts`, where JSON has to be read from them, or of values."""
+        self.name = name
+        self.kind = kind
+        self._texts = texts
+        self._data = bytearray()
+        self._offsets = array("q", [0])
+
+    def add(self, cell: Any, error: Callable[[str], UsageError]) -> None:
+        """Take one row's cell; raises `error(what)` where it is none of the field's type."""
+        if self.kind is None:
+            self.kind = _kind_of(cell)
+        try:
+            if self._texts and self.kind.kind == "json":
+                cell = json.loads(cell)
+            self._data += _as_bytes(cell, self.kind)
+        except (ValueError, TypeError, OverflowError, RecursionError) as ex:
+            why = f" ({ex})" if isinstance(ex, _Misfit) else ""
+            raise error(
+                f"{_SHORT.repr(cell)} is not {_described(self.kind)}{why}: mend it, or give the "
+                f"field another type, as in --field {self.name}:text"
+            ) from ex
+        self._offsets.append(len(self._data))
+
+    def values(self) -> FieldValues:
+        """Return the values of all rows."""
+        assert self.kind is not None
+        if self.kind.is_fixed:
+            rows = np.frombuffer(self._data, self.kind.dtype)
+            return FieldValues(type=self.kind, data=rows.reshape(-1, *self.kind.shape))
+        offsets = np.frombuffer(self._offsets, np.int64)
+        return FieldValues.of_bytes(self.kind, self._data, offsets)
+
+
+class _Misfit(ValueError):
+    """Says what of a cell does not fit."""
+
+
+def _kind_of(cell: Any) -> FieldType:
+    """Return the type that a column's first cell shows: numbers, text, or JSON."""
+    if isinstance(cell, dict | list | bool) or cell is None:
+        return FieldType(kind="json")
+    for number, dtype in ((int, "int64"), (float, "float64")):
+        try:
+            if not (isinstance(cell, float) and number is int):
+                number(cell)
+                return FieldType(kind="fixed", dtype=dtype)
+        except (ValueError, TypeError):
+            continue
+    return FieldType(kind="text")
+
+
+def _described(kind: FieldType) -> str:
+    if kind.kind in ("text", "json"):
+        return {"text": "text", "json": "JSON"}[kind.kind]
+    shape = (("n",) if kind.kind == "array" else ()) + kind.shape
+    return f"{kind.dtype}[{','.join(map(str, shape))}]" if shape else kind.dtype
+
+
+def _as_bytes(cell: Any, kind: FieldType) -> bytes:
+    if kind.kind == "text":
+        if not isinstance(cell, str):
+            raise TypeError
+        return cell.encode()
+    if kind.kind == "json":
+        return json.dumps(cell, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    whole = not kind.dtype.startswith("float")
+    values = np.asarray(_numbers(cell, _whole if whole else float), None if whole else np.float64)
+    if kind.kind == "array" and not values.size:
+        return b""
+    if values.shape[kind.kind == "array" :] != kind.shape:
+        raise _Misfit(f"its shape is {values.shape}")
+    with np.errstate(over="ignore"):
+        stored = values.astype(kind.dtype)
+    lost = stored != values if whole else np.isinf(stored) != np.isinf(values)
+    if lost.any():
+        raise _Misfit(f"too large for {kind.dtype}")
+    return stored.tobytes()
+
+
+def _numbers(cell: Any, number: Callable[[Any], float]) -> Any:
+    """Return numbers, in lists where the cell has lists: a text may be one, or words."""
+    if isinstance(cell, str) and cell.strip()[:1] == "[":
+        cell = json.loads(cell)
+    elif isinstance(cell, str) and len(words := cell.replace(",", " ").split()) > 1:
+        cell = words
+    if isinstance(cell, list):
+        return [_numbers(part, number) for part in cell]
+    return number(cell)
+
+
+def _whole(cell: Any) -> int:
+    number = cell if isinstance(cell, int) else int(cell)
+    if isinstance(cell, bool) or (isinstance(cell, float) and number != cell):
+        raise _Misfit("no whole number")
+    return number
