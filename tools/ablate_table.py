@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _marks import put_into
-from h5feed.bench.ablate_report import as_markdown, from_dict, save_plot
+from h5feed.bench.ablate import Ablation
+from h5feed.bench.report import as_markdown, from_dict, save_plot
 
 __all__ = ["main"]
 
@@ -26,7 +27,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, help="the page to put the table into")
     parser.add_argument("--plot", type=Path, help="draw the plot here")
     options = parser.parse_args(given)
-    ablation = from_dict(json.loads(options.json.read_text()))
+    ablation = from_dict(Ablation, json.loads(options.json.read_text()))
     if options.readme is None:
         print(as_markdown(ablation))
     else:

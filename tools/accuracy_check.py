@@ -28,7 +28,7 @@ from torch.nn import functional
 
 import _torchvision  # noqa: F401 - torchvision can be imported from here on
 from h5feed import pack
-from h5feed.bench import machine
+from h5feed.bench import system
 from h5feed.train import TrainConfig, train
 from h5feed.train.config import (
     DataConfig,
@@ -224,7 +224,7 @@ def report(runs: list[dict[str, float]], options: argparse.Namespace) -> None:
         flush=True,
     )
     if options.json is not None:
-        facts = machine.machine(options.cifar)
+        facts = system.machine_facts(options.cifar)
         values = {
             "runs": runs,
             "difference": mean,
@@ -235,9 +235,9 @@ def report(runs: list[dict[str, float]], options: argparse.Namespace) -> None:
             "images": options.images,
             "scored": options.scored,
             "epochs": options.epochs,
-            "machine": machine.describe(facts),
+            "machine": system.describe_machine(facts),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "versions": machine.versions(),
+            "versions": system.versions(),
         }
         options.json.write_text(json.dumps(values, indent=1) + "\n")
 

@@ -21,7 +21,7 @@ import simplejpeg
 from h5feed import H5Dataset
 from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.augment.cpu import crop_image
-from h5feed.bench.machine import describe, machine
+from h5feed.bench.system import describe_machine, machine_facts
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.random import Draws
 from h5feed.feed.sampling import Drawing
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--count", type=int, default=300, help="images (%(default)s)")
     options = parser.parse_args()
-    print(describe(machine(options.files[0])))
+    print(describe_machine(machine_facts(options.files[0])))
     for path in options.files:
         measure(path, options.count)
 

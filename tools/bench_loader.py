@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _marks import put_into
-from h5feed.bench.machine import describe, machine, versions
+from h5feed.bench.system import describe_machine, machine_facts, versions
 from loader_bench import files, processes
 from loader_bench.results import HEAD, Found, markdown
 from loader_bench.rows import BATCH, CIFAR_BATCH, COLD, chosen, makers
@@ -127,13 +127,13 @@ def measure_scheduling(options: argparse.Namespace) -> dict[str, Any]:
 
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the figures must not be without."""
-    facts = machine(options.work)
+    facts = machine_facts(options.work)
     installed = versions(PACKAGES)
     if options.ffcv:
         installed["ffcv"] = processes.version(options.ffcv, "ffcv")
     return {
         "command": " ".join(["python", "tools/bench_loader.py", *_places_left_out(sys.argv[1:])]),
-        "machine": describe(facts),
+        "machine": describe_machine(facts),
         "facts": facts,
         "versions": installed,
         "threads": options.threads,

@@ -31,10 +31,9 @@ from gpu.data import prepare_cifar, prepare_photos
 from gpu.loading import measure_loaders
 from gpu.ops import measure_ops
 from gpu.ways import ways
-from h5feed.bench import machine
-from h5feed.bench.ablate import ablate
-from h5feed.bench.ablate_report import as_dict as ablation_dict
-from h5feed.bench.ablation import AblateOptions
+from h5feed.bench import system
+from h5feed.bench.ablate import AblateOptions, ablate
+from h5feed.bench.report import as_dict as ablation_dict
 from h5feed.store import read_index
 from h5feed.system import available_cores
 from h5feed.train.config import DataConfig, LossConfig, ModelConfig, SpeedConfig, TrainConfig
@@ -44,7 +43,7 @@ __all__ = ["main"]
 PARTS = ("loaders", "alone", "ops", "ablation", "cifar")
 
 
-TINY = "h5feed.bench.trained:tiny"
+TINY = "h5feed.bench.training:tiny"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,9 +263,9 @@ def scale_count(file: Path) -> int:
 
 def write(options: argparse.Namespace, name: str, values: dict[str, Any], drawn: bool) -> None:
     """Write one result with the machine and versions it belongs to."""
-    facts = machine.machine(options.out)
-    versions = machine.versions() | machine.versions(("timm", "nvidia-dali-cuda120"))
-    words = machine.describe(facts)
+    facts = system.machine_facts(options.out)
+    versions = system.versions() | system.versions(("timm", "nvidia-dali-cuda120"))
+    words = system.describe_machine(facts)
     if options.on_gpu:
         versions |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
         gpu = torch.cuda.get_device_properties(0)

@@ -17,10 +17,8 @@ from typing import Any
 
 import peers_table
 from _marks import put_into
-from h5feed.bench.ablate_report import as_markdown, from_dict
-from h5feed.bench.ablation import Ablation
-from h5feed.bench.report import from_dict as from_report
-from h5feed.bench.words import headline
+from h5feed.bench.ablate import Ablation
+from h5feed.bench.report import Comparison, as_markdown, from_dict
 from loader_bench.results import markdown as loader_table
 from tricks_table import tricks_table
 
@@ -35,13 +33,13 @@ def _read(name: str) -> Any:
 
 
 def _ablation() -> Ablation:
-    return from_dict(_read("ablate.json"))
+    return from_dict(Ablation, _read("ablate.json"))
 
 
 def _measured(name: str) -> str:
     """Return what was compared, and in one sentence what came of it."""
-    found = from_report(_read(name))
-    return f"{found.title} ({found.machine}): {headline(found)}"
+    found = from_dict(Comparison, _read(name))
+    return f"{found.title} ({found.machine}): {found.headline()}"
 
 
 def _peers() -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import _torchvision  # noqa: F401 - torchvision can be imported from here on
 from h5feed import pack
-from h5feed.bench import machine
+from h5feed.bench import system
 
 __all__ = ["RECIPES", "main"]
 
@@ -42,8 +42,8 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         packed = _pack_all(options.cifar, options.scenes, Path(scratch))
         run = {
-            "machine": machine.describe(machine.machine(options.cifar)),
-            "versions": machine.versions(),
+            "machine": system.describe_machine(system.machine_facts(options.cifar)),
+            "versions": system.versions(),
             "recipes": {
                 name: {"options": RECIPES[name], **_train(RECIPES[name], *files, Path(scratch))}
                 for name, files in packed.items()

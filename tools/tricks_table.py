@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from h5feed.bench.ablation import Ablation, Row
-from h5feed.bench.tables import markdown_table
+from h5feed.bench.ablate import Ablation, Row
+from h5feed.bench.report import markdown_table
 
 __all__ = ["OURS", "PUBLISHED", "PublishedTrick", "tricks_table"]
 

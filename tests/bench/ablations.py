@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from h5feed.bench.outcomes import Outcome
+from h5feed.bench.rounds import Outcome
 from packed import random_images, write_packed
 from train.helpers import make_config
 

@@ -165,7 +165,7 @@ def load_measuring():
     )
     sys.modules["h5feed_bench"] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    return importlib.import_module("h5feed_bench.host")
+    return importlib.import_module("h5feed_bench.process")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def test_waits_until_work_ahead_is_done(clock, monkeypatch, used, looks, idle):
         slept.append(seconds)
 
     monkeypatch.setattr(clock, "sleep", sleep)
-    monkeypatch.setattr(measure.usage, "cpu_seconds", lambda: sum(used[: len(slept)]))
+    monkeypatch.setattr(measure.system, "cpu_seconds", lambda: sum(used[: len(slept)]))
     assert measure.wait_until_idle(patience=1.0, calm=0.0625) is idle
     assert len(slept) == looks
 

@@ -3,15 +3,18 @@ from dataclasses import replace
 
 import pytest
 
-from h5feed.bench.outcomes import Cold, Outcome, suspicions
-from h5feed.bench.report import Report, as_dict, from_dict, utilization
-from h5feed.bench.words import (
+from h5feed.bench.report import (
+    Comparison,
+    as_dict,
     as_markdown,
     as_text,
-    headline,
+    from_dict,
+    markdown_table,
     sweep_as_markdown,
     sweep_as_text,
+    text_table,
 )
+from h5feed.bench.rounds import Cold, Outcome, suspicions
 
 SLOW = Outcome(
     name="folder",
@@ -25,7 +28,7 @@ SLOW = Outcome(
 )
 FAST = Outcome(name="H5Loader", ceiling=False, rates=(800.0, 810.0, 790.0), note="quick")
 BARE = Outcome(name="bare", ceiling=True, rates=(1000.0,))
-REPORT = Report(
+REPORT = Comparison(
     title="a test",
     outcomes=(SLOW, FAST, BARE),
     images=1000,
@@ -90,21 +93,21 @@ def test_headline_names_the_gain_over_the_fastest_that_is_not_ours():
     small = Outcome(name="256-px JPEGs, v2 on tensors", ceiling=False, rates=(400.0,))
     ours = replace(FAST, name="H5Dataset + DataLoader", rates=(500.0,))
     more = replace(REPORT, outcomes=(SLOW, small, ours, FAST, BARE))
-    assert headline(more) == (
+    assert more.headline() == (
         "H5Loader: 800 img/s, 8.0 × folder (100 img/s), 2.0 × 256-px JPEGs, v2 on tensors "
         "(400 img/s); 80% of [bare]."
     )
 
 
 def test_headline_compares_the_fastest_with_the_first_and_the_ceiling():
-    assert headline(REPORT) == "H5Loader: 800 img/s, 8.0 × folder (100 img/s); 80% of [bare]."
+    assert REPORT.headline() == "H5Loader: 800 img/s, 8.0 × folder (100 img/s); 80% of [bare]."
 
 
 @pytest.mark.parametrize(("images", "smoke"), [(399, True), (400, False)])
 def test_a_small_set_is_a_smoke_run(images, smoke):
     report = replace(REPORT, images=images)
     assert report.is_smoke == smoke
-    assert headline(report).startswith("Smoke run: 399 images") == smoke
+    assert report.headline().startswith("Smoke run: 399 images") == smoke
     assert as_dict(report)["smoke"] == smoke
     assert ("×" in as_text(report).partition("±:")[0]) != smoke
 
@@ -117,7 +120,7 @@ def test_markdown_is_a_table():
 
 
 def test_json_brings_the_report_back():
-    assert from_dict(json.loads(json.dumps(as_dict(REPORT)))) == REPORT
+    assert from_dict(Comparison, json.loads(json.dumps(as_dict(REPORT)))) == REPORT
 
 
 def test_a_failed_loader_keeps_its_row_and_says_why():
@@ -148,9 +151,9 @@ def test_half_cached_cold_run_says_so():
 
 def test_utilization_is_compute_time_over_running_time():
     report = replace(REPORT, kind="training")
-    assert utilization(SLOW, report) == pytest.approx(0.1)
-    assert utilization(replace(FAST, rates=(1100.0,)), report) == 1.0
-    assert utilization(BARE, report) is None
+    assert report.utilization(SLOW) == pytest.approx(0.1)
+    assert report.utilization(replace(FAST, rates=(1100.0,))) == 1.0
+    assert report.utilization(BARE) is None
     assert "10%" in rows(as_text(report))["folder"]
     assert "90%" in rows(as_text(report))["folder"]
 
@@ -208,4 +211,39 @@ def test_a_jump_of_cpu_and_lost_batches_are_suspicious(changed, said):
     assert suspicions(outcome) == said
     text = " ".join(as_text(replace(REPORT, outcomes=(outcome,))).split())
     assert all(line in text for line in said)
-    assert from_dict(as_dict(replace(REPORT, outcomes=(outcome,)))).outcomes == (outcome,)
+    assert from_dict(Comparison, as_dict(replace(REPORT, outcomes=(outcome,)))).outcomes == (
+        outcome,
+    )
+
+
+HEADS, ROWS = ["who", "n"], [["a", "1,000"], ["longer", "2"]]
+ROWS3 = [["a", "0.5", "1"], ["longer", "10.0", "2"]]
+
+
+def test_words_to_the_left_and_numbers_to_the_right():
+    assert text_table(HEADS, ROWS, {0}) == [
+        "who         n",
+        "──────  ─────",
+        "a       1,000",
+        "longer      2",
+    ]
+
+
+def test_heads_wider_than_their_columns_stand_in_two_lines():
+    assert text_table(["who", "1st batch s", "n"], ROWS3, {0}) == [
+        "            1st",
+        "who     batch s  n",
+        "──────  ───────  ─",
+        "a           0.5  1",
+        "longer     10.0  2",
+    ]
+    assert text_table(["who", "in s", "n"], ROWS3, {0})[0] == "who     in s  n"
+
+
+def test_markdown_says_the_same():
+    assert markdown_table(HEADS, ROWS, {0}) == [
+        "| who | n |",
+        "| --- | ---: |",
+        "| a | 1,000 |",
+        "| longer | 2 |",
+    ]

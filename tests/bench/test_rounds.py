@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from h5feed.bench.measure import Expectation
-from h5feed.bench.remote import Remote, SubjectError
+from h5feed.bench.process import Remote, SubjectError
 from h5feed.bench.rounds import Entry, Schedule, run
 
 SCHEDULE = Schedule(seconds=0.25, repeats=2, settle=0.0, verify=0.1, epochs=1)

@@ -6,10 +6,9 @@ import torch
 from PIL import Image
 
 from h5feed import pack
-from h5feed.bench import ceilings, contestants, measure, subjects
-from h5feed.bench.contestants import write_small
-from h5feed.bench.crops import PillowCrop, TensorCrop, draw_box
-from h5feed.bench.options import CompareOptions
+from h5feed.bench import ceilings, compare, measure, subjects
+from h5feed.bench.compare import CompareOptions, write_small
+from h5feed.bench.subjects import PillowCrop, TensorCrop, draw_box
 from h5feed.feed.files import PackedFiles
 from images import jpeg_bytes, smooth
 
@@ -94,8 +93,8 @@ def test_small_jpegs_are_the_stored_images_each_in_its_class(root, tmp_path):
 
 
 def test_small_jpegs_of_a_large_set_are_evenly_spaced(root, monkeypatch):
-    monkeypatch.setattr(contestants, "MOST_SMALL", 5)
-    assert contestants.small_items(PackedFiles([root / "raw.h5"])).tolist() == [0, 4, 8, 12, 16]
+    monkeypatch.setattr(compare, "MOST_SMALL", 5)
+    assert compare.small_items(PackedFiles([root / "raw.h5"])).tolist() == [0, 4, 8, 12, 16]
 
 
 def test_folders_without_torchvision_do_without_tensors(root, monkeypatch, tmp_path):
@@ -104,8 +103,8 @@ def test_folders_without_torchvision_do_without_tensors(root, monkeypatch, tmp_p
     subject = subjects.FolderOfSmall(params(root, "raw") | {"small": str(tmp_path)})
     assert measure.verify(subject, EXPECTED, 0.01).epochs >= 1
     subject.close()
-    names, left_out = contestants.entries(
-        contestants.contestants(32),
+    names, left_out = compare.entries(
+        compare.contestants(32),
         PackedFiles([root / "raw.h5"]),
         CompareOptions(images=root / "images"),
         1,
@@ -132,7 +131,7 @@ def test_usual_h5py_is_float_between_0_and_1(root):
 
 @pytest.mark.parametrize("store", ["raw", "yuv420", "jpeg", "original"])
 def test_kernel_ceiling_crops_every_image(root, store):
-    ceiling = ceilings.Kernel(params(root, store))
+    ceiling = ceilings.CropLoop(params(root, store))
     seen = [images.copy() for images, _ in ceiling.epoch()]
     assert [len(images) for images in seen] == [BATCH] * (COUNT // BATCH)
     means = np.concatenate(seen).mean((1, 2, 3))
@@ -143,7 +142,7 @@ def test_kernel_ceiling_crops_every_image(root, store):
 
 def test_region_kernel_makes_the_whole_kernels_images(root):
     made = []
-    for kind in (ceilings.Kernel, ceilings.RegionKernel):
+    for kind in (ceilings.CropLoop, ceilings.RegionDecodeLoop):
         random.seed(0)
         ceiling = kind(params(root, "jpeg"))
         made.append(np.concatenate([images.copy() for images, _ in ceiling.epoch()]))
@@ -152,7 +151,7 @@ def test_region_kernel_makes_the_whole_kernels_images(root):
 
 
 def test_gather_ceiling_copies_every_image_once(root):
-    ceiling = ceilings.Gather(params(root, "raw"))
+    ceiling = ceilings.CopyLoop(params(root, "raw"))
     seen = np.concatenate([images.copy() for images, _ in ceiling.epoch()])
     whole = ceiling._pixels.whole("images")
     assert sorted(map(bytes, seen)) == sorted(map(bytes, whole))

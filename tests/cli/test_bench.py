@@ -7,8 +7,7 @@ from PIL import Image
 
 from cli.terminal import AtTerminal
 from h5feed import pack
-from h5feed.bench.compare import crop_in_words, settings
-from h5feed.bench.options import CompareOptions
+from h5feed.bench.compare import CompareOptions, crop_in_words, settings
 from h5feed.cli.bench import main
 from h5feed.feed.files import PackedFiles
 from images import jpeg_bytes, smooth
@@ -147,7 +146,7 @@ def test_missing_file_fails(tmp_path, capsys):
 
 
 def test_a_loader_that_fails_ends_the_run_with_its_name(packed, capsys, monkeypatch):
-    monkeypatch.setattr("h5feed.bench.contestants._SUBJECTS", "no.such.module")
+    monkeypatch.setattr("h5feed.bench.compare._SUBJECTS", "no.such.module")
     assert bench(packed, "--only", "H5Loader") == 1
     assert "H5Loader: its process ended (exit code 1" in capsys.readouterr().err
 

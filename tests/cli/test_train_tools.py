@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from h5feed.bench.ablation import AblateOptions, Ablation, Row
-from h5feed.bench.remote import SubjectError
+from h5feed.bench.ablate import AblateOptions, Ablation, Row
+from h5feed.bench.process import SubjectError
 from h5feed.cli import ablate
 from h5feed.cli.train import main
 from h5feed.train import TrainConfig, write_config
@@ -120,7 +120,7 @@ def test_ablate_hands_its_options_on_and_says_what_was_found(packed, tmp_path, c
     def measured(config, options, tell):
         seen.append((config, options))
         row = Row(name="the plain loop", group="cumulative", tricks=(), rates=(100.0,))
-        return Ablation(title="a title", rows=(row,), pictures=9, batch_size=4, machine="a machine")
+        return Ablation(title="a title", rows=(row,), images=9, batch_size=4, machine="a machine")
 
     monkeypatch.setattr(ablate, "ablate", measured)
     args = ["ablate", packed, *SMALL, "--only", "fused", "AMP", "--no-leave-one-out"]

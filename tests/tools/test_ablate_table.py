@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from h5feed.bench.ablate_report import as_dict, as_markdown
-from h5feed.bench.ablation import Ablation, Row
+from h5feed.bench.ablate import Ablation, Row
+from h5feed.bench.report import as_dict, as_markdown
 
 TOOLS = str(Path(__file__).parents[2] / "tools")
 ROW = Row(name="the plain loop", group="cumulative", tricks=(), rates=(100.0, 120.0))

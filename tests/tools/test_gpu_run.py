@@ -172,7 +172,7 @@ def test_tables_are_made_of_the_files_alone(gpu_run, results, capsys, tmp_path):
     assert text.endswith("<!-- gpu_run: end -->\nafter\n")
     assert "of last year" not in text
     for title in (
-        "Training h5feed.bench.trained:tiny",
+        "Training h5feed.bench.training:tiny",
         "CIFAR-10, gpu.speednet:small",
         "Loaders alone, crops of 32 px",
         "Ops on a batch of 8 images",

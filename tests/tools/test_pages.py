@@ -79,7 +79,8 @@ def test_the_seventeen_tricks_have_switches_that_exist(pages):
 
 
 def test_tricks_that_ablations_know_have_figures_or_a_reason(pages):
-    from h5feed.bench.ablate_report import from_dict
+    from h5feed.bench.ablate import Ablation
+    from h5feed.bench.report import from_dict
     from h5feed.bench.tricks import CHECKPOINTING, TRICKS
     from tricks_table import OURS, PUBLISHED, tricks_table
 
@@ -87,7 +88,7 @@ def test_tricks_that_ablations_know_have_figures_or_a_reason(pages):
     measured = {trick.measured for trick in (*PUBLISHED, *OURS)} - {None}
     assert measured <= known
     assert known - measured == {"pinned memory"}  # with the workers, in one row
-    found = from_dict(json.loads((ROOT / "benchmarks/ablate.json").read_text()))
+    found = from_dict(Ablation, json.loads((ROOT / "benchmarks/ablate.json").read_text()))
     lines = tricks_table([found]).splitlines()
     row = next(line for line in lines if "Automatic mixed precision" in line)
     ratios = {row.name: row.ratio for row in found.rows}

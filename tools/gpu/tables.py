@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from h5feed.bench import ablate_report
-from h5feed.bench.tables import markdown_table
+from h5feed.bench.ablate import Ablation
+from h5feed.bench.report import as_markdown, from_dict, markdown_table, number, save_plot
 
 __all__ = ["draw", "markdown"]
 
@@ -26,7 +26,7 @@ def draw(folder: Path) -> list[Path]:
         if kind == "loaders":
             _draw_loaders(values, plot)
         elif kind == "ablation":
-            ablate_report.save_plot(ablate_report.from_dict(values["ablation"]), plot)
+            save_plot(from_dict(Ablation, values["ablation"]), plot)
         else:
             continue
         drawn.append(plot)
@@ -40,10 +40,6 @@ def _results(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:
         if isinstance(values, dict) and values.get("kind") in _SECTIONS:
             found.append((values["kind"], values, path))
     return found
-
-
-def _number(value: float | None, form: str, factor: float = 1.0) -> str:
-    return "–" if value is None else format(value * factor, form)
 
 
 def _spread(rates: list[float]) -> str:
@@ -64,13 +60,13 @@ def _loaders(values: dict[str, Any]) -> str:
     rows = [
         [
             f"[{row['name']}]" if row["ceiling"] else row["name"],
-            _number(row["threads"], ".0f"),
-            _number(row["images_per_second"], ",.0f"),
+            number(row["threads"], ".0f"),
+            number(row["images_per_second"], ",.0f"),
             _spread(row["rates"]),
-            _number(row["share_of_ceiling"], ".3f"),
-            _number(row["input_bound"], ".1%"),
-            _number(row["cpu_seconds_per_1000"], ".2f"),
-            _number(row["device_bytes"], ",.1f", 1e-9),
+            number(row["share_of_ceiling"], ".3f"),
+            number(row["input_bound"], ".1%"),
+            number(row["cpu_seconds_per_1000"], ".2f"),
+            number(row["device_bytes"], ",.1f", 1e-9),
             f"failed: {row['error']}" if row["error"] else "",
         ]
         for row in values["rows"]
@@ -80,7 +76,7 @@ def _loaders(values: dict[str, Any]) -> str:
 
 
 def _ablation(values: dict[str, Any]) -> str:
-    return ablate_report.as_markdown(ablate_report.from_dict(values["ablation"]))
+    return as_markdown(from_dict(Ablation, values["ablation"]))
 
 
 def _cifar(values: dict[str, Any]) -> str:
@@ -90,11 +86,11 @@ def _cifar(values: dict[str, Any]) -> str:
             str(run["seed"]),
             f"{run['accuracy']:.2%}",
             f"{run['seconds']:.2f}",
-            _number(run["seconds_to_target"], ".2f"),
+            number(run["seconds_to_target"], ".2f"),
         ]
         for run in values["runs"]
     ]
-    mean = _number(values["seconds_to_target_mean"], ".2f")
+    mean = number(values["seconds_to_target_mean"], ".2f")
     rows.append(["mean", f"{values['accuracy_mean']:.2%}", f"{values['seconds_mean']:.2f}", mean])
     note = (
         f"Scoring after every epoch is in the seconds; compiling and warming up is not: "
@@ -110,10 +106,10 @@ def _ops(values: dict[str, Any]) -> str:
     rows = [
         [
             row["name"],
-            _number(row["eager_ms"], ".3f"),
-            _number(row["compiled_ms"], ".3f"),
-            _number(row["compile_seconds"], ".0f"),
-            _number(row["most_off"], ".3g"),
+            number(row["eager_ms"], ".3f"),
+            number(row["compiled_ms"], ".3f"),
+            number(row["compile_seconds"], ".0f"),
+            number(row["most_off"], ".3g"),
             row["error"] or "",
         ]
         for row in values["rows"]

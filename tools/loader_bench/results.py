@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h5feed.bench.tables import markdown_table
+from h5feed.bench.report import markdown_table
 
 __all__ = ["HEAD", "Comparison", "Found", "markdown"]
 

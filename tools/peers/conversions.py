@@ -7,14 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from _common import SIZE, labeled_files, load_measuring
+from _common import SIZE, labeled_files
 from PIL import Image
 from rivals import Rival
 
-load_measuring()
-
-from h5feed_bench import cache  # noqa: E402 - importable once loaded
-from h5feed_bench.remote import Remote  # noqa: E402
+from h5feed.bench.process import Remote
+from h5feed.bench.system import files_below
 
 __all__ = ["convert", "prepare_source"]
 
@@ -69,7 +67,7 @@ def convert(
     with Remote(rival.command(peers)) as remote:
         told = dict(remote.ask({"do": "convert", "params": params}, timeout=3600))
     told.setdefault("files", [told["data"]])
-    files = cache.files_below(told["files"])
+    files = files_below(told["files"])
     told["bytes"] = sum(file.stat().st_size for file in files)
     told.setdefault("pixels", _source_pixels(source) if variant == "original" else SIZE * SIZE)
     note.write_text(json.dumps(told))

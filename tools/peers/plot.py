@@ -8,7 +8,7 @@ from typing import Any
 
 from results import VARIANTS, setting, settings_of, together
 
-from h5feed.bench.plot import draw_groups
+from h5feed.bench.report import Chart, draw_chart
 from h5feed.plotting import Bar
 
 __all__ = ["save_peers_plot"]
@@ -75,6 +75,5 @@ def save_peers_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         for variant in variants
     }
     title = "Loaders side by side: images per second"
-    draw_groups(
-        groups, path, title=title, caption=_caption(results), heads=("img/s", "±"), apart=True
-    )
+    chart = Chart(groups, title, _caption(results), heads=("img/s", "±"), apart=True)
+    draw_chart(chart, path)

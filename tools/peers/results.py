@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _common import load_measuring
-
-load_measuring()
-
-from h5feed_bench import outcomes, report  # noqa: E402 - importable once loaded
+from h5feed.bench.report import Comparison, from_dict
+from h5feed.bench.rounds import suspicions
 
 __all__ = [
     "VARIANTS",
@@ -148,8 +145,8 @@ def findings(results: Sequence[Result]) -> list[Finding]:
     """Return all that looks wrong: within a setting, and in two workers beside one."""
     found = []
     for result in results:
-        for outcome in report.from_dict(result).outcomes:
-            said = outcomes.suspicions(outcome)
+        for outcome in from_dict(Comparison, result).outcomes:
+            said = suspicions(outcome)
             if slower := _slower(results, result, outcome.name):
                 said.append(slower)
             found += [

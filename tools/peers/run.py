@@ -30,11 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "adapters"))
 
 from _common import labeled_files
 from conversions import convert, prepare_source
-from h5feed_bench import machine, report, rounds, words
-from h5feed_bench.measure import Expectation
-from h5feed_bench.remote import SubjectError
 from results import VARIANTS, load, save, setting, unexplained
 from rivals import CEILINGS, RIVALS, Rival
+
+from h5feed.bench import rounds, system
+from h5feed.bench.measure import Expectation
+from h5feed.bench.process import SubjectError
+from h5feed.bench.report import Comparison, as_dict, as_text, from_dict
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -171,15 +173,15 @@ def measure(
     labels = [label for _, label in labeled_files(source)]
     schedule = _schedule(variant, workers, options)
     outcomes = rounds.run(entries(variant, workers, converted, labels, options), schedule, tell)
-    facts = machine.machine(options.work)
+    facts = system.machine_facts(options.work)
     versions = {rival.name: version_of(rival, options.peers) for rival in RIVALS}
-    made = report.Report(
+    made = Comparison(
         title=f"{VARIANTS[variant]}, {workers} worker{'s' * (workers > 1)}: random crop to "
         f"{options.crop}² and flip, uint8 batches of {options.batch_size}",
         outcomes=tuple(outcomes),
         images=len(labels),
         batch_size=options.batch_size,
-        machine=machine.describe(facts),
+        machine=system.describe_machine(facts),
         facts={
             "machine": facts,
             "versions": {name: version for name, version in versions.items() if version},
@@ -193,7 +195,7 @@ def measure(
         left_out=tuple(left_out),
     )
     named = {"run": options.run, "variant": variant, "workers": workers}
-    return named | report.as_dict(made)
+    return named | as_dict(made)
 
 
 def settings(options: argparse.Namespace) -> list[tuple[str, int]]:
@@ -218,7 +220,7 @@ def measure_all(source: Path, options: argparse.Namespace) -> None:
             continue
         result = measure(variant, workers, source, options)
         save([result], options.json)
-        print(words.as_text(report.from_dict(result)), "\n", flush=True)
+        print(as_text(from_dict(Comparison, result)), "\n", flush=True)
 
 
 def convert_only(source: Path, options: argparse.Namespace) -> None:

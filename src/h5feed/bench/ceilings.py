@@ -1,8 +1,8 @@
 """What the hardware allows: the bare work of a loader with nothing around it.
 
-`Kernel` crops, resizes and flips stored images in a thread pool into a few buffers used again and
-again, JPEGs decoded whole first; `RegionKernel` decodes of a JPEG only what its crop needs, as
-H5Loader does; `Gather` only copies whole images; `disk_rate` reads a file that is not cached.
+`CropLoop` crops, resizes and flips stored images in a thread pool into a few buffers used again and
+again, JPEGs decoded whole first; `RegionDecodeLoop` decodes of a JPEG only what its crop needs, as
+H5Loader does; `CopyLoop` only copies whole images; `disk_rate` reads a file that is not cached.
 All but the last are subjects, so that they take their turns beside the loaders.
 """
 
@@ -22,12 +22,12 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from h5feed.bench import cache
-from h5feed.bench.crops import Box, draw_box
+from h5feed.bench import system
+from h5feed.bench.subjects import Box, draw_box
 from h5feed.feed.files import PackedFiles
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region
 
-__all__ = ["Gather", "Kernel", "RegionKernel", "disk_rate"]
+__all__ = ["CopyLoop", "CropLoop", "RegionDecodeLoop", "disk_rate"]
 
 UInt8 = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.int64]
@@ -63,7 +63,7 @@ def _filled(buffer: UInt8, jobs: list[Future[None]]) -> UInt8:
     return buffer
 
 
-class _Ceiling:
+class _Loop:
     """Fills a few buffers in turn with images in random order, in a pool of threads."""
 
     dtype = "uint8"
@@ -119,7 +119,7 @@ class _Ceiling:
         self._pool.shutdown()
 
 
-class Kernel(_Ceiling):
+class CropLoop(_Loop):
     """Crop, resize (cv2, bilinear without antialiasing) and flip; JPEGs are decoded whole first."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Kernel(_Ceiling):
         return memory[:size]
 
 
-class RegionKernel(Kernel):
+class RegionDecodeLoop(CropLoop):
     """The same, decoding of each JPEG no more than the segments that its crop touches."""
 
     note = "decodes what the crop needs"
@@ -181,7 +181,7 @@ class RegionKernel(Kernel):
         return pixels, (box[0] - top, box[1] - left, box[2], box[3])
 
 
-class Gather(_Ceiling):
+class CopyLoop(_Loop):
     """Copy whole stored images: a loader's work when crops are made elsewhere (a memcpy)."""
 
     note = "whole stored images"
@@ -223,7 +223,7 @@ def _tried_rates(file: Path, seconds: float, threads: int, tries: int) -> Iterat
     size = os.stat(file).st_size
     ends = [size * part // threads for part in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        while tries > 0 and cache.evict([file]):
+        while tries > 0 and system.evict([file]):
             tries -= 1
             begin = time.perf_counter()
             until = begin + seconds

@@ -1,33 +1,77 @@
-"""What was measured, as a whole: outcomes side by side, and JSON values of them.
+"""What was measured, said to people and programs: tables, sentences, JSON, a plot.
 
-The same report serves bench-h5 and tools/peers; it needs nothing but the standard library.
+`Comparison` has loaders side by side (bench-h5, tools/peers), `h5feed.bench.ablate.Ablation` one
+training with more and more tricks. Each says what its table and its plot hold; the rest is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+import textwrap
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_type_hints
 
-from .outcomes import Cold, Outcome
+from h5feed.bench.rounds import Outcome, Rates, suspicions
+from h5feed.plotting import Bar, draw_bars, saved_figure
 
-__all__ = ["SMOKE_BATCHES", "Report", "as_dict", "from_dict", "is_ours", "utilization"]
+__all__ = [
+    "Chart",
+    "Comparison",
+    "Report",
+    "ReportTable",
+    "as_dict",
+    "as_markdown",
+    "as_text",
+    "draw_chart",
+    "from_dict",
+    "markdown_table",
+    "number",
+    "save_plot",
+    "sweep_as_markdown",
+    "sweep_as_text",
+    "text_table",
+]
 
 _OURS = ("H5Loader", "H5Dataset", "DaliLoader", "h5feed")
+_WIDTH = 100  # columns of a terminal; wider lines are broken
+_ROW, _REST = 0.33, 1.75  # inches: of a bar, and of title, axis and caption
 
-_TUPLES = ("rates", "cpu_per_image", "epoch_rates")  # of an outcome: lists in JSON
-SMOKE_BATCHES = 4  # fewer batches in an epoch measure how epochs start, not how images flow
+
+class ReportTable(NamedTuple):
+    """A table, and what stands below it."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Collection[int]
+    """Columns of text; all others are numbers, aligned to the right."""
+    foot: Sequence[str] = ()
+
+
+class Chart(NamedTuple):
+    """Groups of bars under headings, drawn as one plot."""
+
+    groups: Mapping[str, Sequence[Bar]]
+    title: str
+    caption: str
+    heads: Sequence[str] = ()
+    """Of the columns beside the bars."""
+    apart: bool = False
+    """Each group on a scale of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Outcomes that belong side by side: same images, same batch size, same workers."""
+    """What every report has: what was done, with how much, and where."""
+
+    SMOKE_BATCHES: ClassVar[int]
+    """Fewer batches in an epoch measure how epochs start, not how images flow."""
+    LISTED: ClassVar[str]
+    """The field that holds what was measured, one after another."""
 
     title: str
     """What was done, in one line."""
-    kind: Literal["loading", "training"] = "loading"
-    """Which columns the table has."""
-    outcomes: tuple[Outcome, ...]
     images: int
     """In one epoch."""
     batch_size: int
@@ -36,12 +80,39 @@ class Report:
     facts: dict[str, Any] = field(default_factory=dict)
     """Machine, versions, options: everything needed to do it again."""
     left_out: tuple[str, ...] = ()
-    """Who was not measured, and why."""
+    """What was not measured, and why."""
 
     @property
     def is_smoke(self) -> bool:
-        """Whether the set is too small to mean anything."""
-        return self.images < SMOKE_BATCHES * self.batch_size
+        """Whether the set is too small for speeds to mean anything."""
+        return self.images < self.SMOKE_BATCHES * self.batch_size
+
+    def smoke(self) -> str:
+        """Say so in words."""
+        return (
+            f"Smoke run: {self.images} images are fewer than {self.SMOKE_BATCHES} batches of "
+            f"{self.batch_size}. It shows that everything runs, not how fast."
+        )
+
+    def table(self, *, page: bool) -> ReportTable:
+        """Return the table for a Markdown `page`, or for a terminal."""
+        raise NotImplementedError
+
+    def chart(self) -> Chart:
+        """Return the plot."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Report):
+    """Loaders side by side: same images, same batch size, same workers."""
+
+    SMOKE_BATCHES: ClassVar[int] = 4
+    LISTED: ClassVar[str] = "outcomes"
+
+    kind: Literal["loading", "training"] = "loading"
+    """Which columns the table has."""
+    outcomes: tuple[Outcome, ...]
 
     @property
     def loaders(self) -> list[Outcome]:
@@ -50,7 +121,7 @@ class Report:
 
     @property
     def baseline(self) -> Outcome | None:
-        """The first one: what the others are compared with."""
+        """The first loader: what the others are compared with."""
         return self.loaders[0] if self.loaders else None
 
     @property
@@ -58,36 +129,330 @@ class Report:
         """The first ceiling: what nobody can pass by much."""
         return next((o for o in self.outcomes if o.ceiling and o.rate), None)
 
+    def speed_up(self, o: Outcome) -> float | None:
+        """How many times as fast as the baseline `o` is."""
+        base = self.baseline
+        return None if base is None or not base.rate or o.rate is None else o.rate / base.rate
 
-def is_ours(outcome: Outcome) -> bool:
-    """Return whether h5feed itself was measured."""
-    return any(name in outcome.name for name in _OURS)
+    def utilization(self, o: Outcome) -> float | None:
+        """Accelerator utilization as MLPerf Storage has it: compute time over running time."""
+        if o.ceiling or o.rate is None or self.ceiling is None or not self.ceiling.rate:
+            return None
+        return min(o.rate / self.ceiling.rate, 1.0)
+
+    def headline(self) -> str:
+        """One sentence for who reads only one: the fastest against the first, or why not."""
+        loaders = self.loaders
+        if self.is_smoke:
+            return self.smoke()
+        if len(loaders) < 2 or not loaders[0].rate:
+            return "Nothing to compare."
+        best = max(loaders, key=_rate)
+        said = (
+            f"{best.name}: {best.rate:,.0f} img/s, {_times(best, loaders[0])} × "
+            f"{loaders[0].name} ({loaders[0].rate:,.0f} img/s)"
+        )
+        others = [o for o in loaders if not _is_ours(o)]
+        rival = max(others, key=_rate, default=None)
+        if rival is not None and rival.rate and rival not in (loaders[0], best):
+            said += f", {_times(best, rival)} × {rival.name} ({rival.rate:,.0f} img/s)"
+        if self.ceiling is not None:
+            said += f"; {_rate(best) / _rate(self.ceiling):.0%} of [{self.ceiling.name}]"
+        return said + "."
+
+    def table(self, *, page: bool) -> ReportTable:
+        """A row per outcome. A column that nobody has anything in is left out."""
+        columns = _COLUMNS[self.kind]
+        rows = [[cell(o, self) for cell in columns.values()] for o in self.outcomes]
+        kept = [k for k in range(len(columns)) if any(row[k] != "–" for row in rows)]
+        heads = [list(columns)[k] for k in kept]
+        rows = [[row[k] for k in kept] for row in rows]
+        remarks = [_remark(o) for o in self.outcomes]
+        if page:
+            rows = [[*row, said] for row, said in zip(rows, remarks, strict=True)]
+            return ReportTable([*heads, "remark"], rows, {0, len(heads)}, self._foot())
+        told = zip(self.outcomes, remarks, strict=True)
+        return ReportTable(
+            heads, rows, {0}, self._foot() + [f"{o.name}: {said}" for o, said in told if said]
+        )
+
+    def _foot(self) -> list[str]:
+        lines = [self.headline(), self._legend(), f"Measured on {self.machine}."]
+        if "pack_seconds" in self.facts:
+            lines.append(f"Packing all of it takes about {self.facts['pack_seconds']:,.0f} s here.")
+        return lines + [f"Not measured: {who}" for who in self.left_out]
+
+    def _legend(self) -> str:
+        """What the signs of this table mean, and of no other."""
+        training = self.kind == "training"
+        said = "±: half the range of the repeats."
+        if training:
+            said += (
+                " AU: accelerator utilization as MLPerf Storage defines it; input bound: 1 − AU."
+            )
+        if any(o.cold for o in self.outcomes):
+            said += " cold: the first epoch after the cache was emptied; disk: bytes stored."
+        if any(o.ceiling for o in self.outcomes):
+            nobody = "the model alone" if training else "the work without a loader"
+            said += f" In […]: {nobody}."
+        return said
+
+    def chart(self) -> Chart:
+        """A bar per loader, warm and cold apart, ceilings as outlines."""
+        caption = f"{self.machine}. Bars: median of the windows; whiskers: slowest and fastest."
+        if any(o.ceiling for o in self.outcomes):
+            caption += " Dashed outlines: ceilings, the work without a loader."
+        if self.is_smoke:
+            caption = f"{self.smoke()}\n{caption}"
+        warm, cold = self.bars(), self.cold_bars()
+        if not cold:
+            return Chart({"": warm}, self.title, caption)
+        groups = {"Warm: files in the page cache": warm, "Cold: first epoch": cold}
+        return Chart(groups, self.title, caption)
+
+    def bars(self) -> list[Bar]:
+        """Return a bar for each outcome, in order: images per second, and how much more.
+
+        What was not warm (the disk) is left to `cold_bars`.
+        """
+        return [
+            Bar(
+                name=o.name,
+                value=o.rate,
+                low=min(o.rates, default=None),
+                high=max(o.rates, default=None),
+                says=(number(o.rate), self._gain(o)) if o.rate else ("failed", ""),
+                kind=_bar_kind(o),
+            )
+            for o in self.outcomes
+            if not _is_disk(o) and (o.rate or o.error)
+        ]
+
+    def _gain(self, o: Outcome) -> str:
+        gain = self.speed_up(o)
+        return "" if o.ceiling or self.is_smoke or gain is None else f"{gain:.1f}×"
+
+    def cold_bars(self) -> list[Bar]:
+        """Return a bar for each cold run, and for the disk that bounds them."""
+        found = [(o, o.rate if _is_disk(o) else o.cold and o.cold.rate) for o in self.outcomes]
+        return [
+            Bar(name=o.name, value=rate, says=(number(rate),), kind=_bar_kind(o))
+            for o, rate in found
+            if rate
+        ]
 
 
-def utilization(o: Outcome, report: Report) -> float | None:
-    """Accelerator utilization as MLPerf Storage defines it: compute time over running time."""
-    if o.ceiling or o.rate is None or report.ceiling is None or not report.ceiling.rate:
-        return None
-    return min(o.rate / report.ceiling.rate, 1.0)
+def _rate(o: Outcome) -> float:
+    return o.rate or 0.0
+
+
+def _times(o: Outcome, other: Outcome) -> str:
+    return f"{_rate(o) / _rate(other):.1f}"
+
+
+def _is_ours(o: Outcome) -> bool:
+    return any(name in o.name for name in _OURS)
+
+
+def _is_disk(o: Outcome) -> bool:
+    return o.ceiling and o.name.startswith("disk")
+
+
+def _bar_kind(o: Outcome) -> Literal["ours", "other", "ceiling"]:
+    if o.ceiling:
+        return "ceiling"
+    return "ours" if _is_ours(o) else "other"
+
+
+def number(value: float | None, form: str = ",.0f", factor: float = 1.0) -> str:
+    """Return `value` × `factor` as a cell of a table; a dash for None."""
+    return "–" if value is None else format(value * factor, form)
+
+
+def _remark(o: Outcome) -> str:
+    said = [o.note] if o.note else []
+    # A few pages that something else holds are no reason for a remark.
+    if o.cold is not None and (o.cold.resident_before or 0.0) > 0.02:
+        said.append(f"{o.cold.resident_before:.0%} of its files were cached when it began cold")
+    if not o.idle:
+        said.append("goes on computing between its turns")
+    said += suspicions(o)
+    if o.error is not None:
+        said.append("failed: " + textwrap.shorten(o.error, 90, placeholder=" …"))
+    return "; ".join(said)
+
+
+def _disk(o: Outcome, images: int) -> float | None:
+    return o.disk_bytes / images / 1000 if o.disk_bytes and not o.ceiling else None
+
+
+def _input_bound(o: Outcome, report: Comparison) -> float | None:
+    used = report.utilization(o)
+    return None if used is None else 1 - used
+
+
+def _break_even(o: Outcome, report: Comparison) -> str:
+    return number(report.facts.get("break_even_epochs", {}).get(o.name), ",.1f")
+
+
+Cell = Callable[[Outcome, Comparison], str]
+_WHO: dict[str, Cell] = {
+    "loader": lambda o, _: f"[{o.name}]" if o.ceiling else o.name,
+    "img/s": lambda o, _: number(o.rate),
+    "±": lambda o, _: number(o.spread, ".0%"),
+    "×": lambda o, r: "–" if r.is_smoke else number(r.speed_up(o), ".1f"),
+}
+_COST: dict[str, Cell] = {
+    "CPU s/1000": lambda o, _: number(o.cpu_seconds_per_1000, ".2f"),
+    "memory MB": lambda o, _: "–" if o.ceiling else number(o.private_bytes, ",.0f", 1e-6),
+}
+_COLUMNS: dict[str, dict[str, Cell]] = {
+    "loading": _WHO
+    | {
+        "cold img/s": lambda o, _: number(o.cold and o.cold.rate),
+        "cold kB/img": lambda o, _: number(o.cold and o.cold.read_bytes_per_image, ",.0f", 1e-3),
+        "1st batch s": lambda o, _: "–" if o.ceiling else number(o.startup_seconds, ".2f"),
+    }
+    | _COST
+    | {"disk kB/img": lambda o, r: number(_disk(o, r.images), ",.1f")},
+    "training": _WHO
+    | {
+        "AU": lambda o, r: number(r.utilization(o), ".0%"),
+        "input bound": lambda o, r: number(_input_bound(o, r), ".0%"),
+        "break-even epochs": _break_even,
+    }
+    | _COST,
+}
+
+
+def as_text(report: Report) -> str:
+    """Return the report for a terminal of 100 columns: aligned, numbers to the right."""
+    table = report.table(page=False)
+    foot = [textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in table.foot]
+    return "\n".join([report.title, "", *text_table(*table[:3]), "", *foot])
+
+
+def as_markdown(report: Report) -> str:
+    """Return the report as a Markdown table with its title and its foot."""
+    table = report.table(page=True)
+    lines = markdown_table(*table[:3])
+    return "\n".join([f"**{report.title}**", "", *lines, "", "  \n".join(table.foot)])
+
+
+def sweep_as_text(reports: Sequence[Comparison]) -> str:
+    """Return several reports and, below them, images/s of all settings in one table."""
+    return "\n\n".join([*map(as_text, reports), "\n".join(text_table(*_grid(reports)[:3]))])
+
+
+def sweep_as_markdown(reports: Sequence[Comparison]) -> str:
+    """Return several reports and, below them, images/s of all settings in one table."""
+    return "\n\n".join([*map(as_markdown, reports), "\n".join(markdown_table(*_grid(reports)[:3]))])
+
+
+def _grid(reports: Sequence[Comparison]) -> ReportTable:
+    """A row per loader, a column per setting."""
+    settings = [
+        f"{r.batch_size:,}×{r.outcomes[0].params['workers']}w" if r.outcomes else ""
+        for r in reports
+    ]
+    names = list(dict.fromkeys(o.name for r in reports for o in r.outcomes))
+    rates = [{o.name: number(o.rate) for o in r.outcomes} for r in reports]
+    rows = [[name, *(column.get(name, "–") for column in rates)] for name in names]
+    return ReportTable(["img/s, batch × workers", *settings], rows, {0})
+
+
+def text_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
+) -> list[str]:
+    """Return lines with aligned columns: those in `left` to the left, numbers to the right.
+
+    Heads of numbers stand in two lines where they are wider than their numbers.
+    """
+    columns = list(zip(*rows, strict=True)) or [()] * len(heads)
+    needed = [max((len(cell) for cell in column), default=0) for column in columns]
+    broken = [
+        ("", head) if k in left or len(head) <= width else _in_two(head)
+        for k, (head, width) in enumerate(zip(heads, needed, strict=True))
+    ]
+    widths = [max(width, *map(len, head)) for width, head in zip(needed, broken, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(
+            cell.ljust(width) if k in left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+
+    above = [line(words) for words in zip(*broken, strict=True)]
+    return [*filter(None, above), "  ".join("─" * width for width in widths), *map(line, rows)]
+
+
+def _in_two(head: str) -> tuple[str, str]:
+    """Break a head at the blank that makes the wider of its two lines the shortest."""
+    words = head.split()
+    breaks = [(" ".join(words[:k]), " ".join(words[k:])) for k in range(len(words))]
+    return min(breaks, key=lambda two: max(map(len, two)))
+
+
+def markdown_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
+) -> list[str]:
+    """Return a Markdown table's lines."""
+    align = ["---" if k in left else "---:" for k in range(len(heads))]
+    return ["| " + " | ".join(cells) + " |" for cells in (heads, align, *rows)]
+
+
+def save_plot(report: Report, path: Path) -> None:
+    """Write the report as a PNG, SVG or PDF (by the name's ending)."""
+    draw_chart(report.chart(), path)
+
+
+def draw_chart(chart: Chart, path: Path) -> None:
+    """Write groups of bars as one plot, as high as they need."""
+    panels: list[Mapping[str, Sequence[Bar]]] = [chart.groups]
+    if chart.apart:
+        panels = [{name: bars} for name, bars in chart.groups.items()]
+    rows = [
+        sum(len(bars) + 1.2 * bool(name) for name, bars in panel.items()) + 1.5 * chart.apart
+        for panel in panels
+    ]
+    with saved_figure(
+        path,
+        extra="bench",
+        title=chart.title,
+        caption=chart.caption,
+        height=_REST + _ROW * sum(rows),
+        rows=len(panels),
+        height_ratios=rows,
+    ) as (_, drawn):
+        for k, (axes, panel) in enumerate(zip(drawn, panels, strict=True)):
+            draw_bars(axes, panel, heads=() if k else chart.heads, unit="images per second")
 
 
 def as_dict(report: Report) -> dict[str, Any]:
     """Return the report as JSON values; `from_dict` brings it back."""
-    outcomes = [asdict(o) | {"images_per_second": o.rate} for o in report.outcomes]
-    return asdict(report) | {"outcomes": outcomes, "smoke": report.is_smoke}
+    listed: Sequence[Rates] = getattr(report, report.LISTED)
+    values = [asdict(one) | {"images_per_second": one.rate} for one in listed]
+    return asdict(report) | {report.LISTED: values, "smoke": report.is_smoke}
 
 
-def from_dict(values: Mapping[str, Any]) -> Report:
-    """Return the report that `as_dict` made `values` of."""
-    outcomes = []
-    for saved in values["outcomes"]:
-        given = {key: value for key, value in saved.items() if key != "images_per_second"}
-        cold = given.pop("cold")
-        given |= {name: tuple(given[name]) for name in _TUPLES if name in given}
-        outcomes.append(Outcome(**given, cold=None if cold is None else Cold(**cold)))
-    names = ("title", "kind", "images", "batch_size", "machine", "facts")
-    return Report(
-        **{name: values[name] for name in names},
-        outcomes=tuple(outcomes),
-        left_out=tuple(values["left_out"]),
-    )
+_Made = TypeVar("_Made")
+
+
+def from_dict(kind: type[_Made], values: Mapping[str, Any]) -> _Made:
+    """Return the `kind` of report that `as_dict` made `values` of.
+
+    What a report works out itself (`smoke`, `images_per_second`) is passed over.
+    """
+    hints = get_type_hints(kind)
+    names = [one.name for one in fields(kind) if one.name in values]  # type: ignore[arg-type]
+    return kind(**{name: _from_json(values[name], hints[name]) for name in names})
+
+
+def _from_json(value: Any, hint: Any) -> Any:
+    """`value` as JSON gives it, as the annotated type `hint`."""
+    inner = get_args(hint)
+    if getattr(hint, "__origin__", None) is Union or isinstance(hint, types.UnionType):
+        return value if value is None else _from_json(value, inner[0])
+    if isinstance(hint, type) and is_dataclass(hint):
+        return from_dict(hint, value)
+    return tuple(_from_json(one, inner[0]) for one in value) if isinstance(value, list) else value

@@ -2,7 +2,8 @@
 
 First every subject is opened and verified, then the timed windows go round, each as long as the
 next. Cold runs come last, one process at a time: the kernel does not drop a page of a file that
-somebody has mapped.
+somebody has mapped. What was measured of a subject is its `Outcome`; `suspicions` says what looks
+wrong in it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,110 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import cache
+from . import system
 from .measure import Expectation
-from .outcomes import Cold, Outcome
-from .remote import Remote, SubjectError
+from .process import Remote, SubjectError
 
-__all__ = ["LONGEST_WINDOW", "Entry", "Schedule", "run"]
+__all__ = ["LONGEST_WINDOW", "Cold", "Entry", "Outcome", "Schedule", "run", "suspicions"]
+
+_JUMP = 1.5  # times the median: neither clock nor frequency of a busy machine moves CPU so far
+_LEAST_JUMP = 0.1  # seconds of CPU: ten of the kernel's ticks
+_LOST = 0.2  # of an epoch's time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cold:
+    """The first epoch after its files left the page cache."""
+
+    rate: float
+    """Images per second from the first batch on."""
+    read_bytes_per_image: float | None
+    resident_before: float | None
+    """Share of its files still in the page cache when it began: 0 is really cold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the windows of one loader or one training came to."""
+
+    rates: tuple[float, ...] = ()
+    """Images per second of each window."""
+
+    @property
+    def rate(self) -> float | None:
+        """Median images per second."""
+        return statistics.median(self.rates) if self.rates else None
+
+    @property
+    def spread(self) -> float | None:
+        """Half the distance between the slowest and the fastest window, as part of the median."""
+        if len(self.rates) < 2 or not self.rate:
+            return None
+        return (max(self.rates) - min(self.rates)) / 2 / self.rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Rates):
+    """What became of one subject."""
+
+    name: str
+    ceiling: bool
+    note: str = ""
+    dtype: str = ""
+    layout: str = ""
+    disk_bytes: int = 0
+    cpu_per_image: tuple[float, ...] = ()
+    """CPU seconds per image of each window."""
+    epoch_rates: tuple[float, ...] = ()
+    """Images per second of each whole epoch, its start and its end in it."""
+    lost_share: float | None = None
+    """Of the epochs' time, what went by between the last batch and the end: the most of all
+    windows."""
+    first_batch_seconds: float | None = None
+    """Median, at the start of an epoch, workers running."""
+    startup_seconds: float | None = None
+    """To the very first batch: workers started, code compiled."""
+    cpu_seconds_per_1000: float | None = None
+    private_bytes: int | None = None
+    mapped_bytes: int | None = None
+    warm_read_bytes_per_image: float | None = None
+    warmup_images: int = 0
+    checked_images: int = 0
+    distinct: float | None = None
+    idle: bool = True
+    """False: it goes on computing when nobody asks, at the cost of the others."""
+    cold: Cold | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What its own `extra()` told after its last window."""
+    error: str | None = None
+
+
+def suspicions(outcome: Outcome) -> list[str]:
+    """Return what must be explained before the figures of `outcome` may be believed."""
+    found = []
+    if outcome.cpu_per_image:
+        usual = statistics.median(outcome.cpu_per_image)
+        for number, (spent, rate) in enumerate(
+            zip(outcome.cpu_per_image, outcome.rates, strict=True), 1
+        ):
+            # `rate` images are about a second's: less than that is a few ticks of the clock.
+            if spent > _JUMP * usual and (spent - usual) * rate > _LEAST_JUMP:
+                found.append(
+                    f"window {number} of {len(outcome.rates)} took {1e6 * spent:,.0f} µs of CPU an "
+                    f"image, the median {1e6 * usual:,.0f}"
+                )
+    if (outcome.lost_share or 0.0) > _LOST:
+        found.append(
+            f"{outcome.lost_share:.0%} of its epochs' time goes by after the last batch: it may "
+            "make batches that nobody gets"
+        )
+    return found
+
 
 Tell = Callable[[str], None]
 LONGEST_WINDOW = 300.0
@@ -163,7 +258,7 @@ def _start(entry: Entry) -> _Running:
 
 def _warm_cache(entries: Iterable[Entry]) -> None:
     """Read every file once, so that no subject pays for another one's cold start."""
-    for file in {*cache.files_below(name for entry in entries for name in entry.files)}:
+    for file in {*system.files_below(name for entry in entries for name in entry.files)}:
         with file.open("rb", buffering=0) as stream:
             while stream.read(1 << 24):
                 pass
@@ -171,10 +266,10 @@ def _warm_cache(entries: Iterable[Entry]) -> None:
 
 def _cold(running: _Running, remote: Remote, seconds: float) -> None:
     """Run the subject anew after its files were evicted; nobody else has them open by now."""
-    entry, files = running.entry, cache.files_below(map(Path, running.entry.files))
-    if not cache.evict(files):
+    entry, files = running.entry, system.files_below(map(Path, running.entry.files))
+    if not system.evict(files):
         return
-    resident = cache.resident_share(files)
+    resident = system.resident_share(files)
     remote.ask(_open_request(entry))
     window = remote.ask({"do": "cold", "seconds": seconds})
     remote.close()

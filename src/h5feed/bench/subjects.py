@@ -1,13 +1,20 @@
 """Who is compared by bench-h5: ways to feed PyTorch with the same images, same augmentation.
 
 Every subject takes the same parameters: `file` (the packed file), `images` (the folder it was
-packed from, or None), `workers`, `batch_size`, `crop`, `device`.
+packed from, or None), `workers`, `batch_size`, `crop`, `device`. The augmentation is
+RandomResizedCrop and flip; where a subject has none of its own, the crop is drawn as torchvision
+does: area 8 to 100 %, aspect 3/4 to 4/3 drawn in its logarithm, up to ten tries, then the largest
+centered crop.
+https://github.com/pytorch/vision/blob/main/torchvision/transforms/v2/_geometry.py
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,33 +23,91 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from h5feed import H5Dataset, augment, make_dataloader
-from h5feed.bench.crops import PillowCrop, TensorCrop
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.loader import H5Loader
 from h5feed.feed.options import AugmentOn
 from h5feed.jpeg import encode_jpeg
 
 __all__ = [
+    "Box",
     "Folder",
     "FolderOfSmall",
     "FolderOfTensors",
     "LoaderByDali",
     "LoaderOnCpu",
     "LoaderOnDevice",
+    "PillowCrop",
     "ReadyMade",
     "SwappedIn",
+    "TensorCrop",
     "UsualH5py",
+    "draw_box",
     "imagefolder_class",
 ]
+
+Box = tuple[int, int, int, int]
+"""top, left, height, width in pixels."""
+
+
+def draw_box(height: int, width: int) -> Box:
+    """Draw a crop of an image of this size, from the generator that DataLoader workers seed."""
+    for _ in range(10):
+        area = height * width * random.uniform(0.08, 1.0)
+        aspect = math.exp(random.uniform(-1.0, 1.0) * math.log(4 / 3))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return random.randint(0, height - h), random.randint(0, width - w), h, w
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@dataclass(slots=True)
+class TensorCrop:
+    """RandomResizedCrop + flip of a (C, H, W) tensor, uint8 or float.
+
+    torch's own kernel, bilinear and antialiased: what torchvision's v2 transforms call.
+    """
+
+    size: int
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Return a (C, size, size) tensor of the same dtype."""
+        top, left, height, width = draw_box(image.shape[-2], image.shape[-1])
+        part = image[..., top : top + height, left : left + width].unsqueeze(0)
+        # Bilinear of uint8 is fastest in channels_last memory, as torchvision arranges it.
+        part = part.contiguous(memory_format=torch.channels_last)
+        size = [self.size, self.size]
+        out = functional.interpolate(part, size, mode="bilinear", antialias=True).squeeze(0)
+        return out.flip(-1) if random.random() < 0.5 else out
+
+
+@dataclass(slots=True)
+class PillowCrop:
+    """RandomResizedCrop + flip of a PIL image, Pillow's bilinear, to a (3, H, W) uint8 tensor."""
+
+    size: int
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return a (3, size, size) tensor."""
+        top, left, height, width = draw_box(image.height, image.width)
+        box = (left, top, left + width, top + height)
+        size = (self.size, self.size)
+        out = image.resize(size, Image.Resampling.BILINEAR, box=box)
+        if random.random() < 0.5:
+            out = out.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        flat = torch.frombuffer(bytearray(out.tobytes()), dtype=torch.uint8)
+        return flat.view(self.size, self.size, 3).permute(2, 0, 1).contiguous()
+
 
 Params = Mapping[str, Any]
 _BLACK = np.zeros((8, 8, 3), np.uint8)
 
 
-class _Subject:
+class _LoaderSubject:
     """Batches of a loader, brought to the device."""
 
     dtype = "uint8"
@@ -109,7 +174,7 @@ class _PillowFolder(Dataset[tuple[Tensor, int]]):
             return self.transform(image.convert("RGB")), target
 
 
-class Folder(_Subject):
+class Folder(_LoaderSubject):
     """The source folder: torchvision's ImageFolder, or the like of it, in a stock DataLoader."""
 
     def __init__(self, params: Params) -> None:
@@ -125,7 +190,7 @@ class Folder(_Subject):
         super().__init__(_stock_loader(dataset, params), params, files=paths)
 
 
-class FolderOfSmall(_Subject):
+class FolderOfSmall(_LoaderSubject):
     """The same loop over `params["small"]`: a folder of the stored size's JPEGs, made for this."""
 
     def __init__(self, params: Params) -> None:
@@ -141,7 +206,7 @@ def _small_folder(params: Params, transform: Any, **options: Any) -> Dataset[Any
     return _PillowFolder([(str(path), int(path.parent.name)) for path in paths], transform)
 
 
-class FolderOfTensors(_Subject):
+class FolderOfTensors(_LoaderSubject):
     """torchvision the fast way: decoded to tensors, v2 transforms on uint8, over either folder.
 
     https://docs.pytorch.org/vision/stable/transforms.html#performance-considerations
@@ -210,7 +275,7 @@ class _UsualDataset(Dataset[tuple[Tensor, int]]):
         return self.transform(image), self.file["labels"][index]
 
 
-class UsualH5py(_Subject):
+class UsualH5py(_LoaderSubject):
     """h5py the usual way, for store=raw."""
 
     dtype = "float32"
@@ -226,7 +291,7 @@ def _swapped(params: Params) -> H5Dataset:
     return H5Dataset(params["file"], transform=TensorCrop(params["crop"]), aspect="source")
 
 
-class SwappedIn(_Subject):
+class SwappedIn(_LoaderSubject):
     """H5Dataset in ImageFolder's place, the rest of the script as it was."""
 
     def __init__(self, params: Params) -> None:
@@ -234,7 +299,7 @@ class SwappedIn(_Subject):
         super().__init__(_stock_loader(dataset, params), params, files=[params["file"]])
 
 
-class ReadyMade(_Subject):
+class ReadyMade(_LoaderSubject):
     """make_dataloader around the same dataset."""
 
     def __init__(self, params: Params) -> None:
@@ -249,7 +314,7 @@ def _ops(params: Params) -> tuple[augment.Op, ...]:
     return augment.RandomResizedCrop(params["crop"]), augment.RandomHorizontalFlip()
 
 
-class _FastLoader(_Subject):
+class _FastLoader(_LoaderSubject):
     """H5Loader with h5feed's own ops."""
 
     augment_on: AugmentOn = "cpu"
@@ -285,7 +350,7 @@ class LoaderOnDevice(_FastLoader):
     augment_on = "device"
 
 
-class LoaderByDali(_Subject):
+class LoaderByDali(_LoaderSubject):
     """The batches of H5Loader, made by NVIDIA DALI."""
 
     def __init__(self, params: Params) -> None:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from h5feed.bench.ablate import ablate
-from h5feed.bench.ablate_report import as_dict, as_markdown, as_text, save_plot
-from h5feed.bench.ablation import AblateOptions
-from h5feed.bench.remote import SubjectError
+from h5feed.bench.ablate import AblateOptions, ablate
+from h5feed.bench.process import SubjectError
+from h5feed.bench.report import as_dict, as_markdown, as_text, save_plot
 from h5feed.cli._common import check_plot, refuse_two_forms
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.errors import H5FeedError

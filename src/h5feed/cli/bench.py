@@ -8,13 +8,18 @@ from typing import Annotated
 
 import tyro
 
-from h5feed.bench.compare import compare
-from h5feed.bench.options import CompareOptions
-from h5feed.bench.plot import save_plot
-from h5feed.bench.remote import SubjectError
-from h5feed.bench.report import Report, as_dict
+from h5feed.bench.compare import CompareOptions, compare
+from h5feed.bench.process import SubjectError
+from h5feed.bench.report import (
+    Comparison,
+    as_dict,
+    as_markdown,
+    as_text,
+    save_plot,
+    sweep_as_markdown,
+    sweep_as_text,
+)
 from h5feed.bench.training import TrainOptions, train
-from h5feed.bench.words import as_markdown, as_text, sweep_as_markdown, sweep_as_text
 from h5feed.cli._common import check_plot, refuse_two_forms, run_command
 from h5feed.errors import H5FeedError
 from h5feed.optional import require
@@ -75,13 +80,13 @@ def _bench(command: _Command) -> None:
             save_plot(report, _numbered(command.plot, number, len(reports)))
 
 
-def _measured(command: _Command, tell: Callable[[str], None]) -> Sequence[Report]:
+def _measured(command: _Command, tell: Callable[[str], None]) -> Sequence[Comparison]:
     if isinstance(command, _TrainCommand):
         return [train(command.file, command.compare, command.train, tell)]
     return compare(command.file, command.compare, tell)
 
 
-def _printed(reports: Sequence[Report], command: _Command) -> str:
+def _printed(reports: Sequence[Comparison], command: _Command) -> str:
     if command.json:
         values = [as_dict(report) for report in reports]
         return printable_json(values[0] if len(values) == 1 else values, indent=1)

@@ -36,7 +36,7 @@ def load_measuring() -> ModuleType:
     assert spec.loader is not None
     sys.modules["h5feed_bench"] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    return importlib.import_module("h5feed_bench.host")
+    return importlib.import_module("h5feed_bench.process")
 
 
 def serve(

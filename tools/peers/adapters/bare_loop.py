@@ -14,9 +14,9 @@ from _common import serve
 
 def make(params: Mapping[str, Any]) -> Any:
     """Return the bare loop over the file that the h5feed adapter packed."""
-    from h5feed.bench.ceilings import Kernel, RegionKernel
+    from h5feed.bench.ceilings import CropLoop, RegionDecodeLoop
 
-    kind = RegionKernel if params["name"] == "region-decode loop" else Kernel
+    kind = RegionDecodeLoop if params["name"] == "region-decode loop" else CropLoop
     return kind({**params, "file": params["data"]})
 
 

@@ -3,10 +3,9 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from h5feed.bench import plot
-from h5feed.bench.outcomes import Cold, Outcome
-from h5feed.bench.plot import bars, cold_bars, save_plot
-from h5feed.bench.report import Report
+from h5feed.bench import report
+from h5feed.bench.report import Comparison, save_plot
+from h5feed.bench.rounds import Cold, Outcome
 
 
 def outcome(name, *rates, ceiling=False, cold=None):
@@ -14,7 +13,7 @@ def outcome(name, *rates, ceiling=False, cold=None):
     return Outcome(name=name, ceiling=ceiling, rates=rates, cold=ran)
 
 
-REPORT = Report(
+REPORT = Comparison(
     title="a test",
     outcomes=(
         outcome("folder", 700.0, 800.0, 900.0, cold=300.0),
@@ -30,7 +29,7 @@ REPORT = Report(
 
 
 def test_bars_say_rate_and_speed_up():
-    folder, ours, bare = bars(REPORT)
+    folder, ours, bare = REPORT.bars()
     assert [bar.says for bar in (folder, ours, bare)] == [
         ("800", "1.0×"),
         ("20,000", "25.0×"),
@@ -41,20 +40,20 @@ def test_bars_say_rate_and_speed_up():
 
 
 def test_cold_runs_and_their_ceiling_are_a_group_of_their_own(tmp_path, monkeypatch):
-    assert [bar.value for bar in cold_bars(REPORT)] == [300.0, 4_000.0, 5_000.0]
+    assert [bar.value for bar in REPORT.cold_bars()] == [300.0, 4_000.0, 5_000.0]
     drawn = {}
-    monkeypatch.setattr(plot, "draw_bars", lambda axes, groups, **_: drawn.update(groups))
+    monkeypatch.setattr(report, "draw_bars", lambda axes, groups, **_: drawn.update(groups))
     save_plot(REPORT, tmp_path / "a.png")
     assert {heading[:5]: len(group) for heading, group in drawn.items()} == {"Warm:": 3, "Cold:": 3}
 
 
 def test_smoke_run_shows_no_speed_up():
-    assert [bar.says[1] for bar in bars(replace(REPORT, images=10))] == ["", "", ""]
+    assert [bar.says[1] for bar in replace(REPORT, images=10).bars()] == ["", "", ""]
 
 
 def test_a_failed_loader_is_shown_as_failed():
     failed = Outcome(name="FFCV", ceiling=False, error="broken")
-    last = bars(replace(REPORT, outcomes=(*REPORT.outcomes, failed)))[-1]
+    last = replace(REPORT, outcomes=(*REPORT.outcomes, failed)).bars()[-1]
     assert (last.value, last.says) == (None, ("failed", ""))
 
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from h5feed.bench import cache, usage
+from h5feed.bench import system
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -21,26 +21,26 @@ def _burn(seconds, stay):
 @linux
 def test_cpu_seconds_count_living_and_ended_children():
     stay = multiprocessing.Event()
-    before = usage.cpu_seconds()
+    before = system.cpu_seconds()
     child = multiprocessing.Process(target=_burn, args=(0.3, stay))
     child.start()
     deadline = time.monotonic() + 30
-    while usage.cpu_seconds() - before < 0.3 and time.monotonic() < deadline:
+    while system.cpu_seconds() - before < 0.3 and time.monotonic() < deadline:
         time.sleep(0.02)
-    living = usage.cpu_seconds() - before
+    living = system.cpu_seconds() - before
     assert living >= 0.3
-    assert child.pid in usage.tree()
+    assert child.pid in system.tree()
     stay.set()
     child.join()
-    assert usage.cpu_seconds() - before >= living
-    assert child.pid not in usage.tree()
+    assert system.cpu_seconds() - before >= living
+    assert child.pid not in system.tree()
 
 
 @linux
 def test_memory_peak_sees_what_was_freed():
     size = 64 << 20
-    with usage.MemoryPeak(every=0.01) as watch:
-        before = usage.memory().private
+    with system.MemoryPeak(every=0.01) as watch:
+        before = system.memory().private
         held = np.ones(size, np.uint8)
         deadline = time.monotonic() + 60
         while watch.peak.private - before <= 0.8 * size and time.monotonic() < deadline:
@@ -53,19 +53,19 @@ def test_memory_peak_sees_what_was_freed():
 def test_reading_from_disk_is_counted(tmp_path):
     file = tmp_path / "data"
     file.write_bytes(os.urandom(8 << 20))
-    cache.evict([file])
-    if cache.resident_share([file]) != 0.0:
+    system.evict([file])
+    if system.resident_share([file]) != 0.0:
         pytest.skip("this file system keeps its pages")
-    before = usage.read_bytes()
+    before = system.read_bytes()
     file.read_bytes()
-    assert usage.read_bytes() - before >= 8 << 20
+    assert system.read_bytes() - before >= 8 << 20
 
 
 def test_folder_is_taken_with_all_its_files(tmp_path):
     (tmp_path / "a").mkdir()
     for name in ("a/1", "a/2", "3"):
         (tmp_path / name).write_bytes(b"x")
-    assert len(cache.files_below([tmp_path])) == 3
+    assert len(system.files_below([tmp_path])) == 3
 
 
 @linux
@@ -73,6 +73,6 @@ def test_evicted_file_is_not_resident_and_a_read_one_is(tmp_path):
     file = tmp_path / "data"
     file.write_bytes(os.urandom(1 << 20))
     file.read_bytes()
-    assert cache.resident_share([file]) == 1.0
-    assert cache.evict([file])
-    assert cache.resident_share([file]) < 0.01
+    assert system.resident_share([file]) == 1.0
+    assert system.evict([file])
+    assert system.resident_share([file]) < 0.01

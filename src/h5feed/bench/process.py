@@ -1,8 +1,9 @@
 """One subject in a process of its own, asked and answering in lines of JSON.
 
 A process each, so that CPU seconds and memory are the subject's own and no loader's thread
-settings reach another one. The same lines are spoken by our own subjects and by the rivals'
-adapters in tools/peers, whose Python is another one.
+settings reach another one. `Host` answers in that process, `Remote` asks from the one that
+measures. The same lines are spoken by our own subjects and by the rivals' adapters in tools/peers,
+whose Python is another one.
 
     {"do": "open", "params": {…}, "expected": {…}}   → {"dtype", "layout", "note", "bytes"}
     {"do": "verify", "seconds": s}                   → fields of measure.Check
@@ -21,16 +22,20 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from . import cache, measure
+from . import measure, system
 
-__all__ = ["Host", "main", "serve"]
+__all__ = ["Host", "Remote", "SubjectError", "main", "serve"]
 
 Factory = Callable[[Mapping[str, Any]], measure.Subject]
 Converter = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -69,12 +74,9 @@ class Host:
         return self._subject, self._expected
 
     def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        expected = dict(request["expected"])
-        counts = expected.get("label_counts")
-        expected["label_counts"] = None if counts is None else tuple(counts)
-        self._expected = measure.Expectation(**expected)
+        self._expected = measure.Expectation(**request["expected"])
         self._subject = subject = self._factory(request["params"])
-        files = cache.files_below(subject.files)
+        files = system.files_below(subject.files)
         return {
             "dtype": subject.dtype,
             "layout": subject.layout,
@@ -150,7 +152,7 @@ def serve(factory: Factory, convert: Converter | None = None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serve the factory named `module:attribute`: `python -m h5feed.bench.host NAME`."""
+    """Serve the factory named `module:attribute`: `python -m h5feed.bench.process NAME`."""
     (name,) = sys.argv[1:] if arguments is None else arguments
     module, _, attribute = name.partition(":")
     serve(getattr(importlib.import_module(module), attribute))
@@ -160,3 +162,87 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class SubjectError(Exception):
+    """A subject could not do what it was asked; `dishonest`: it was caught at not doing it."""
+
+    def __init__(self, message: str, *, dishonest: bool = False, trace: str = "") -> None:
+        super().__init__(message)
+        self.dishonest = dishonest
+        self.trace = trace
+
+
+class Remote:
+    """A started host process. `send` and `receive` let several hosts work at the same time."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # A file, not a pipe: a loader that prints much must not block on nobody reading it.
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close()
+        self._process = subprocess.Popen(
+            [*command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+        )
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Ask without waiting for the answer."""
+        assert self._process.stdin is not None
+        # It may have died, or have been told to quit: receive() says why.
+        with suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+
+    def receive(self, timeout: float = 600.0) -> Any:
+        """Return the answer to the oldest question.
+
+        Raises:
+            SubjectError: The subject failed, died, or was silent for `timeout` seconds.
+        """
+        assert self._process.stdout is not None
+        killer = threading.Timer(timeout, self._process.kill)
+        killer.daemon = True  # Ctrl-C may come before the `try`: it must not be waited for then
+        killer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            killer.cancel()
+        if not line:
+            raise SubjectError(self._last_words(timeout))
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SubjectError(
+                answer["error"], dishonest=answer["dishonest"], trace=answer["trace"]
+            )
+        return answer["ok"]
+
+    def ask(self, request: Mapping[str, Any], timeout: float = 600.0) -> Any:
+        """Send `request` and return its answer; raises as `receive` does."""
+        self.send(request)
+        return self.receive(timeout)
+
+    def _last_words(self, timeout: float) -> str:
+        code = self._process.wait()
+        self._stderr.seek(0)
+        lines = self._stderr.read().strip().splitlines() or ["it said nothing"]
+        return f"its process ended (exit code {code}, allowed {timeout:.0f} s): {lines[-1]}"
+
+    def close(self) -> None:
+        """End the process: ask it to quit, and kill it if it does not within 10 s."""
+        if self._stderr.closed:
+            return
+        self.send({"do": "quit"})
+        try:
+            self._process.communicate(timeout=10)
+        except (subprocess.TimeoutExpired, ValueError):
+            self._process.kill()
+            self._process.wait()
+        self._stderr.close()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
