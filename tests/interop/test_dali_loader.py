@@ -21,7 +21,7 @@ from h5feed.augment.geometry import AxisOp
 from h5feed.interop.dali import SUPPORTED_OPS, DaliLoader, iterator
 from images import jpeg_bytes, smooth
 from loaders import KINDS, assert_same, by_index, write_kind
-from packed import image_spec, random_images, write_packed
+from packed import further_fields, image_spec, random_images, write_packed
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 COUNT = 12
@@ -628,3 +628,9 @@ def test_a_gpu_gives_the_same_images(tmp_path, kind):
         for made, other in zip(loader, expected, strict=True):
             assert made[0].device.type == made[1].device.type == "cuda"
             assert_agree([part.cpu() for part in made], other)
+
+
+def test_further_fields_are_refused(tmp_path):
+    path = write_packed(tmp_path / "a.h5", random_images(12), further=further_fields(12))
+    with pytest.raises(UsageError, match=r"ds.target='caption': DaliLoader hands out"):
+        make(H5Dataset(path, target="caption"))

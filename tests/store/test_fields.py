@@ -17,6 +17,13 @@ FURTHER = {
     "boxes": FieldValues.of_arrays(
         [np.arange(8).reshape(2, 4), np.zeros((0, 4)), np.ones((1, 4))], BOXES
     ),
+    "kinds": FieldValues.of_arrays(
+        [[3, 1], [], [2]], FieldType(kind="array", dtype="int64", rows_of="boxes")
+    ),
+    "joints": FieldValues.of_arrays(
+        [np.ones((2, 3, 3)), np.ones((0, 3, 3)), np.zeros((1, 3, 3))],
+        FieldType(kind="keypoints", dtype="float32", shape=(3, 3), swap=(0, 2, 1)),
+    ),
     "caption": FieldValues.of_texts(["a cat", "", "zwei Hünde 🐕"]),
     "meta": FieldValues.of_json([{"b": 1, "a": None}, [], "x"]),
 }
@@ -35,7 +42,7 @@ def value(file, name, item):
 
 def test_every_kind_comes_back(packed):
     file = MappedFile(packed)
-    assert list(file.index.fields) == ["boxes", "caption", "meta", "price", "tags"]
+    assert list(file.index.fields) == sorted(FURTHER)
     assert [value(file, "price", k) for k in range(3)] == [1.5, -2.0, 0.25]
     assert [value(file, "tags", k).tolist() for k in range(3)] == [[0, 1], [1, 1], [0, 0]]
     boxes = [value(file, "boxes", k) for k in range(3)]
@@ -86,7 +93,7 @@ def test_all_items_without_a_single_row(tmp_path):
 def test_take_keeps_the_items_asked_for():
     kept = {name: values.take(np.array([0, 2])) for name, values in FURTHER.items()}
     assert kept["price"].data.tolist() == [1.5, 0.25]
-    assert [len(values) for values in kept.values()] == [2] * 5
+    assert [len(values) for values in kept.values()] == [2] * 7
     for name, values in kept.items():
         assert [bytes(values.item(k)) for k in (0, 1)] == [
             bytes(FURTHER[name].item(k)) for k in (0, 2)
@@ -133,6 +140,18 @@ def text_as_json(file):
     file["fields/caption"].attrs["kind"] = np.bytes_(b"json")
 
 
+def rows_of_nothing(file):
+    file["fields/kinds"].attrs["rows_of"] = np.bytes_(b"price")
+
+
+def other_row_counts(file):
+    file["fields/kinds/offsets"][1] -= 8
+
+
+def no_permutation(file):
+    file["fields/joints"].attrs["swap"] = np.bytes_(b"0,1,1")
+
+
 def a_link(file):
     file["fields/more"] = h5py.SoftLink("/labels")
 
@@ -157,6 +176,9 @@ def not_a_group(file):
         (bad_name, "/fields/label is no name that a field can have"),
         (other_type, r"/fields/price is float32 \(3,\), not float64 \(3,\)"),
         (text_as_json, "its fingerprint does not match"),
+        (rows_of_nothing, "/fields/kinds has rows_of='price', no boxes"),
+        (other_row_counts, "/fields/kinds has other rows than /fields/boxes"),
+        (no_permutation, r"/fields/joints: swap=\(0, 1, 1\) is no permutation of keypoints"),
         (a_link, "/fields/more is a soft or external link"),
         (not_a_group, "/fields is not a group"),
     ],

@@ -59,6 +59,10 @@ class FieldType:
     """"float32", "float64", "int64" or "uint8"; of text and JSON it is uint8, their bytes."""
     shape: tuple[int, ...] = ()
     """Of an item of kind "fixed", () for a number; else of a row."""
+    rows_of: str = ""
+    """The field of boxes that these rows belong to, one by one: their classes, their keypoints."""
+    swap: tuple[int, ...] = ()
+    """Of keypoints: which one each becomes in a mirrored image, left for right; () where none."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -67,12 +71,15 @@ class FieldType:
             raise ValueError(f"dtype={self.dtype!r} is none of {', '.join(_DTYPES)}")
         if self.kind in ("text", "json") and (self.dtype, self.shape) != ("uint8", ()):
             raise ValueError(f"kind={self.kind} is bytes, not {self.dtype} {self.shape}")
-        if self.kind == "boxes" and (self.dtype, self.shape) != ("float32", (4,)):
-            raise ValueError(f"kind=boxes is float32 (4,), not {self.dtype} {self.shape}")
-        rows = self.kind == "keypoints" and (len(self.shape) != 2 or self.shape[-1] != 3)
-        if rows or (self.kind == "keypoints" and self.dtype != "float32"):
-            raise ValueError(f"kind=keypoints is float32 (K, 3), not {self.dtype} {self.shape}")
-        sides = self.shape
+        keypoints, sides = self.kind == "keypoints", self.shape
+        if self.kind == "boxes" and (self.dtype, sides) != ("float32", (4,)):
+            raise ValueError(f"kind=boxes is float32 (4,), not {self.dtype} {sides}")
+        if keypoints and (self.dtype != "float32" or len(sides) != 2 or sides[1] != 3):
+            raise ValueError(f"kind=keypoints is float32 (K, 3), not {self.dtype} {sides}")
+        if self.rows_of and not (keypoints or self.kind == "array"):
+            raise ValueError(f"rows_of={self.rows_of!r} is for the rows of an array")
+        if self.swap and not (keypoints and sorted(self.swap) == list(range(sides[0]))):
+            raise ValueError(f"swap={self.swap} is no permutation of keypoints")
         if min(sides, default=1) < 1 or len(sides) > 8 or math.prod(sides) > _MOST_NUMBERS:
             raise ValueError(f"shape={self.shape} is no shape of an item")
 
@@ -92,16 +99,19 @@ class FieldType:
             "kind": self.kind,
             "dtype": self.dtype,
             "shape": ",".join(map(str, self.shape)),
+            "rows_of": self.rows_of,
+            "swap": ",".join(map(str, self.swap)),
         }
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, str]) -> "FieldType":
         """Rebuild the type from a file's attributes; ValueError where they make no sense."""
-        sides = attributes["shape"]
         return cls(
             kind=attributes["kind"],  # type: ignore[arg-type]
             dtype=attributes["dtype"],
-            shape=tuple(int(side) for side in sides.split(",")) if sides else (),
+            shape=_whole_numbers(attributes["shape"]),
+            rows_of=attributes["rows_of"],
+            swap=_whole_numbers(attributes["swap"]),
         )
 
     def value(self, data: memoryview) -> Any:
@@ -117,6 +127,10 @@ class FieldType:
         if self.is_fixed:
             return rows.reshape(self.shape) if self.shape else rows[0].item()
         return rows.reshape(-1, *self.shape)
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ _MEMBERS = {
 }  # fmt: skip
 _USER = "user"  # what lies below it is the user's own, and never opened
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
+_FIELD_TEXTS = ("kind", "dtype", "shape", "rows_of", "swap")
 _SPEC_NUMBERS = ("height", "width", "channels")
 _JPEG_HEADER = 1 << 16  # bytes that no item's headers reach; noise at quality 100 takes 4 a pixel
 _DEPTH = 16  # of provenance: packing nests it three deep
@@ -276,14 +277,29 @@ def _extent(
 def _further(gate: Gate, file: h5py.File, count: int) -> dict[str, FieldExtent]:
     """Return where the further fields lie, sorted by name; their bytes are not read."""
     parent = gate.group(file, FIELDS, None)
-    return {name: _further_one(gate, parent, name, count) for name in sorted(parent)}
+    found = {name: _further_one(gate, parent, name, count) for name in sorted(parent)}
+    for name, extent in found.items():
+        if not extent.type.rows_of:
+            continue
+        boxes = found.get(extent.type.rows_of)
+        if boxes is None or boxes.type.kind != "boxes":
+            raise gate.refuse(f"/fields/{name} has rows_of={extent.type.rows_of!r}, no boxes")
+        if not np.array_equal(_rows(extent), _rows(boxes)):
+            raise gate.refuse(f"/fields/{name} has other rows than /fields/{extent.type.rows_of}")
+    return found
+
+
+def _rows(extent: FieldExtent) -> Any:
+    """Return where each item's rows begin."""
+    assert extent.offsets is not None
+    return extent.offsets // extent.type.row_bytes
 
 
 def _further_one(gate: Gate, parent: h5py.Group, name: str, count: int) -> FieldExtent:
     full = _full(parent, name)
     if not is_field_name(name):
         raise gate.refuse(f"{full} is no name that a field can have")
-    attributes = {key: gate.text(parent[name], key) for key in ("kind", "dtype", "shape")}
+    attributes = {key: gate.text(parent[name], key) for key in _FIELD_TEXTS}
     try:
         kind = FieldType.from_attributes(attributes)
     except ValueError as ex:

@@ -103,6 +103,11 @@ class DaliLoader(PackedLoader):
         check_arguments(ds, batch_size=batch_size, prefetch=prefetch, views=views)
         check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
         _check_workers(py_num_workers, sampler)
+        if ds.target is not None:
+            raise UsageError(
+                f"ds.target={ds.target!r}: DaliLoader hands out labels, or masks where there are "
+                "some; leave target out, or use H5Loader"
+            )
         super().__init__(
             ds,
             batch_size,
