@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command(RunOptions):
+class _FindBatchCommand(RunOptions):
     """Try batch sizes until memory is full, and time each. Nothing is kept of it."""
 
     test: BatchRange = field(default_factory=BatchRange)
@@ -33,10 +33,10 @@ class _Command(RunOptions):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run train-h5 find-batch; return its exit status."""
-    return run_training_command(_Command, _find, prog="train-h5 find-batch", args=args)
+    return run_training_command(_FindBatchCommand, _find, prog="train-h5 find-batch", args=args)
 
 
-def _find(command: _Command) -> None:
+def _find(command: _FindBatchCommand) -> None:
     if command.plot is not None:
         check_plot("--plot", command.plot, reads=(command.run.train, command.run.val))
         require("matplotlib", "train")

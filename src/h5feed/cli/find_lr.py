@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command(RunOptions):
+class _FindLrCommand(RunOptions):
     """Train for a moment at rising learning rates, and suggest one. Nothing is kept of it."""
 
     test: LrRange = field(default_factory=LrRange)
@@ -30,10 +30,10 @@ class _Command(RunOptions):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run train-h5 find-lr; return its exit status."""
-    return run_training_command(_Command, _find, prog="train-h5 find-lr", args=args)
+    return run_training_command(_FindLrCommand, _find, prog="train-h5 find-lr", args=args)
 
 
-def _find(command: _Command) -> None:
+def _find(command: _FindLrCommand) -> None:
     if command.plot is not None:
         check_plot("--plot", command.plot, reads=(command.run.train, command.run.val))
         require("matplotlib", "train")

@@ -26,7 +26,7 @@ _TOOLS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command(RunOptions):
+class _TrainCommand(RunOptions):
     """Train on a packed file, every known speed-up a switch.
 
     SIGUSR1 saves at once; Ctrl-C and SIGTERM save and end, and --resume goes on from there (with
@@ -49,10 +49,10 @@ def main(args: Sequence[str] | None = None) -> int:
         tool = importlib.import_module(f"h5feed.cli.{_TOOLS[given[0]]}")
         return tool.main(given[1:])  # type: ignore[no-any-return]
     with save_signal_ignored():
-        return run_training_command(_Command, _train, prog="train-h5", args=given)
+        return run_training_command(_TrainCommand, _train, prog="train-h5", args=given)
 
 
-def _train(command: _Command) -> int | None:
+def _train(command: _TrainCommand) -> int | None:
     out = command.run.out
     resume = f"go on with train-h5 --config {out / 'config.json'} --resume"
     old = None if command.run.resume else _version(out / LAST)

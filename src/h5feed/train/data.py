@@ -27,7 +27,7 @@ from h5feed.optional import require
 from h5feed.train.config import DataConfig, LossConfig, TrainConfig
 from h5feed.train.distributed import World
 from h5feed.train.loaders import (
-    Augmented,
+    AugmentedSamples,
     Batch,
     Loader,
     ScoringLoader,
@@ -142,13 +142,13 @@ class _Opened:
         """Whether each pixel has a class."""
         return self.targets.task == "segmentation"
 
-    def augmented(self, ops: Sequence[Op], seed: int) -> Augmented:
+    def augmented(self, ops: Sequence[Op], seed: int) -> AugmentedSamples:
         """Return the set under torchvision's transforms that do what `ops` do."""
         transform = to_torchvision(ops)
         if not isinstance(self.dataset, H5Dataset):
             v2 = require("torchvision.transforms.v2", "train")
             transform = v2.Compose([transform, v2.PILToTensor()])
-        return Augmented(self.dataset, transform, seed=seed, masks=self.dense)
+        return AugmentedSamples(self.dataset, transform, seed=seed, masks=self.dense)
 
 
 def _open(path: Path, config: TrainConfig) -> _Opened:

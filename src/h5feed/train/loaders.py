@@ -24,7 +24,7 @@ from h5feed.train.config import DataConfig
 from h5feed.train.distributed import World
 
 __all__ = [
-    "Augmented",
+    "AugmentedSamples",
     "Batch",
     "Loader",
     "ScoringLoader",
@@ -66,7 +66,7 @@ class Loader(Protocol):
         ...
 
 
-class Augmented(Dataset[tuple[Tensor, Any]]):
+class AugmentedSamples(Dataset[tuple[Tensor, Any]]):
     """A map-style dataset under torchvision transforms, random as a function.
 
     Samples are asked for by (epoch, index), from which, with `seed`, the transforms' generator
@@ -112,7 +112,7 @@ class StockLoader:
 
     def __init__(
         self,
-        dataset: Augmented,
+        dataset: AugmentedSamples,
         count: int,
         batch_size: int,
         config: DataConfig,
@@ -192,7 +192,12 @@ class ScoringLoader:
     """A DataLoader over one process's share of the images to score on."""
 
     def __init__(
-        self, dataset: Augmented, count: int, batch_size: int, config: DataConfig, world: World
+        self,
+        dataset: AugmentedSamples,
+        count: int,
+        batch_size: int,
+        config: DataConfig,
+        world: World,
     ) -> None:
         batches = _Share(count, batch_size, world)
         self._loader = _dataloader(dataset, batches, config, world)
@@ -204,7 +209,7 @@ class ScoringLoader:
 
 
 def _dataloader(
-    dataset: Augmented, batches: Any, config: DataConfig, world: World
+    dataset: AugmentedSamples, batches: Any, config: DataConfig, world: World
 ) -> DataLoader[Any]:
     workers = config.workers
     if workers < 0:

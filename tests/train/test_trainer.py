@@ -15,7 +15,7 @@ from h5feed.feed.sheet import class_colors
 from h5feed.train import LossError, load_trained, read_config, train, trainer
 from h5feed.train.checkpoint import load_checkpoint
 from h5feed.train.distributed import World
-from h5feed.train.loaders import Augmented, StockLoader
+from h5feed.train.loaders import AugmentedSamples, StockLoader
 from h5feed.train.log import Recorder, read_metrics
 from h5feed.train.plots import draw_scored
 from h5feed.train.tasks import Scored, make_task
@@ -314,7 +314,7 @@ def test_a_resume_through_a_stock_loader_draws_the_same_dropout(tmp_path, monkey
     def train_in(out, **more):
         config = make_config(out, **options, **more)
         alone = World(rank=0, size=1, device=torch.device("cpu"))
-        source = Augmented(samples, lambda image: image, seed=0, masks=False)
+        source = AugmentedSamples(samples, lambda image: image, seed=0, masks=False)
 
         def make(side):
             return StockLoader(source, len(samples), 16, config.data, alone, seed=0)
