@@ -13,10 +13,12 @@ from augment.judge import (
     assert_drawn_alike,
     assert_independent,
     make_images,
+    on_device,
     planar,
     run,
 )
 from h5feed.augment import (
+    AlternatingFlip,
     CenterCrop,
     Grayscale,
     Pipeline,
@@ -26,9 +28,10 @@ from h5feed.augment import (
     RandomVerticalFlip,
     Resize,
 )
-from h5feed.augment.cpu import readable
+from h5feed.augment.cpu import are_windows, readable
 from h5feed.augment.frame import COLUMNS
 from h5feed.errors import UsageError
+from h5feed.feed.random import Draws
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -174,6 +177,79 @@ def test_one_channel_is_resized_and_surrounded(antialias):
 
 
 functional = pytest.importorskip("torchvision.transforms.v2.functional")
+
+MODES = ["reflect", "edge", "symmetric"]
+
+
+@pytest.mark.parametrize("u", [(0, 0), (0.9, 0.93), (0.37, 0.81), (0.999, 0.5), (0.5, 0.999)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "arguments", [{"size": 32, "padding": 4}, {"size": (6, 9), "padding": 18}, {"size": (40, 44)}]
+)
+def test_padding_by_the_image_is_torchvisions_on_the_cpu_and_on_a_device(mode, arguments, u):
+    """A small crop in wide padding sees of the image only what is mirrored."""
+    arguments = {**arguments, "padding_mode": mode, "pad_if_needed": True}
+    images = make_images(2, 32, 40)
+    made, params, out = run([RandomCrop(**arguments)], images, Given([u, u]))
+    padding = v2.RandomCrop(**arguments).make_params([planar(images[0])])["padding"]
+    padded = [functional.pad(planar(i), padding, padding_mode=mode) for i in images]
+    height, width = out.shape[1:3]
+    top = int(u[0] * (padded[0].shape[1] - height + 1))
+    left = int(u[1] * (padded[0].shape[2] - width + 1))
+    want = torch.stack(padded)[:, :, top : top + height, left : left + width].permute(0, 2, 3, 1)
+    assert (torch.from_numpy(out) == want).all()
+    assert_close(on_device(made, params, images), want)
+    masks = np.ascontiguousarray(images[:, :, :, :1])
+    shown = np.zeros((2, height, width, 1), np.uint8)
+    made.run_mask(params, 0, list(masks), shown)
+    assert (torch.from_numpy(shown) == want[..., :1]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_small_images_are_padded_as_one_is(mode):
+    """CIFAR's, by one copy for all, mirrored ones too."""
+    images = make_images(40, 32, 32)
+    ops = [RandomCrop(32, padding=4, padding_mode=mode), RandomHorizontalFlip()]
+    pipeline, params, out = run(ops, images, FakeDraws(range(40)))
+    assert are_windows(params.views[0][0], 32, 32)
+    many = np.zeros_like(out)
+    pipeline.run_fixed(params, 0, images, np.arange(40), many)
+    assert (many == out).all()
+
+
+@pytest.mark.parametrize("antialias", [True, False])
+@pytest.mark.parametrize("size", [(40, 50), (130, 160)])
+def test_bicubic_is_torchvisions_on_the_cpu_and_on_a_device(antialias, size):
+    images = make_images(12, 90, 120)[2:]  # noise overshoots, and is cut twice there
+    cubic = v2.InterpolationMode.BICUBIC
+    op = RandomResizedCrop(size, interpolation=cubic)
+    made, params, out = run([op], images, FakeDraws(range(10)), antialias=antialias)
+    for image, one, row in zip(images, out, params.views[0][0].tolist(), strict=True):
+        want = functional.resized_crop(
+            planar(image), *row[:4], list(size), interpolation=cubic, antialias=antialias
+        )
+        assert_close(one, want.permute(1, 2, 0))
+    assert_close(on_device(made, params, images), out)
+    _, _, out = run([Resize(size, cubic, antialias=antialias)], images[:1], Given([[0]]))
+    assert_close(out[0], theirs(v2.Resize(size, cubic, antialias=antialias), images[0]))
+
+
+def test_flips_alternate_from_epoch_to_epoch_whatever_else_changes():
+    n = 2000
+    ones = np.ones((n, 2), np.int64)
+
+    def flips(epoch, seed=0, indices=None):
+        pipeline = Pipeline([RandomCrop(8), AlternatingFlip()])
+        pipeline.bind((10, 10))
+        draws = Draws(seed, epoch, np.arange(n) if indices is None else indices)
+        return pipeline.draw(draws, ones * 10, ones * 10).views[0][0][:, 10]
+
+    first = flips(0)
+    assert 0.45 < first.mean() < 0.55
+    for epoch in range(1, 5):
+        assert (flips(epoch) == (first ^ (epoch % 2))).all()
+    assert (flips(2, indices=np.arange(n)[::-1]) == first[::-1]).all()
+    assert 0.45 < (flips(0, seed=1) == first).mean() < 0.55
 
 
 @pytest.mark.parametrize("antialias", [True, False])

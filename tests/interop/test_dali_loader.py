@@ -538,11 +538,33 @@ def test_refuses_by_name_what_it_does_not_support(ds, op, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            augment.RandomResizedCrop(16, interpolation="bicubic"),
+            "RandomResizedCrop: interpolation='bicubic' is not supported by DaliLoader, which has "
+            "'bilinear' alone; leave it out, or use H5Loader",
+        ),
+        (
+            augment.RandomCrop(16, padding=2, padding_mode="reflect"),
+            "RandomCrop: padding_mode='reflect' is not supported by DaliLoader, which has "
+            "'constant' alone; leave it out, or use H5Loader",
+        ),
+    ],
+)
+def test_refuses_by_name_what_an_op_may_not_say(ds, op, message):
+    with pytest.raises(UsageError) as caught:
+        make(ds, augment=[op])
+    assert str(caught.value) == message
+
+
 def test_all_ops_are_either_supported_or_refused(ds):
     kinds = {value for value in vars(augment).values() if isinstance(value, type)}
     ops = {kind for kind in kinds if issubclass(kind, augment.Op)} - {augment.Op}
     supported = {kind for kind in ops if issubclass(kind, SUPPORTED_OPS)}
     assert {kind.__name__ for kind in supported} == {
+        "AlternatingFlip",
         "Resize",
         "CenterCrop",
         "RandomCrop",

@@ -19,6 +19,7 @@ from h5feed.augment.color import ColorJitter, GaussianBlur, Grayscale, RandomGra
 from h5feed.augment.erasing import RandomErasing
 from h5feed.augment.floats import Normalize, ToDtype
 from h5feed.augment.geometry import (
+    AlternatingFlip,
     CenterCrop,
     RandomCrop,
     RandomHorizontalFlip,
@@ -32,6 +33,7 @@ from h5feed.augment.pipeline import Params, Pipeline
 from h5feed.augment.plan import Kernel
 
 __all__ = [
+    "AlternatingFlip",
     "CenterCrop",
     "ColorJitter",
     "CutMix",

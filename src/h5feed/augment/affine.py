@@ -21,6 +21,7 @@ from h5feed.augment.ops import (
     check_numbers,
     check_pair,
     is_number,
+    plain,
     refuse,
 )
 
@@ -62,6 +63,7 @@ class RandomAffine(ImageOp):
     resamples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        plain(self, interpolation=self.interpolation)
         _ = self.ranges
         check_fill(self, self.fill)
         check_mask_fill(self, self.mask_fill)

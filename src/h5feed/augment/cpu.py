@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from h5feed.augment.frame import Ints
+from h5feed.augment.frame import Interpolation, Ints, PaddingMode
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,13 @@ Image = NDArray[Any]
 
 _FLIP_CODES: Final = (2, 1, 0, -1)
 """cv2's flip code of a crop's `flip` column; the first is never used."""
+
+_FILTERS: Final = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
+_BORDERS: Final = {
+    "edge": cv2.BORDER_REPLICATE,
+    "reflect": cv2.BORDER_REFLECT_101,
+    "symmetric": cv2.BORDER_REFLECT,
+}
 
 SMALL: Final = 16 << 10
 """Bytes of an image up to which `copy_windows` is faster than a loop over images."""
@@ -80,8 +87,8 @@ def readable(array: Image) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Shown(array)))
 
 
-def _antialiased(src: Image, height: int, width: int) -> Image:
-    """Return `src` (h, w) or (h, w, C) uint8 as torchvision's antialiased bilinear makes it.
+def _antialiased(src: Image, height: int, width: int, mode: Interpolation) -> Image:
+    """Return `src` (h, w) or (h, w, C) uint8 as torchvision's antialiased resize makes it.
 
     torch's uint8 channels_last kernel runs on the calling thread alone, whatever
     torch.set_num_threads says, and releases the GIL: right for loader threads. It must be given
@@ -95,29 +102,38 @@ def _antialiased(src: Image, height: int, width: int) -> Image:
     # is channels_last, and makes planes at twice the cost.
     batch = readable(pixels)[None].permute(0, 3, 1, 2)
     made = torch.nn.functional.interpolate(
-        batch, (height, width), mode="bilinear", antialias=True, align_corners=False
+        batch, (height, width), mode=mode, antialias=True, align_corners=False
     )
     return np.asarray(made[0].permute(1, 2, 0)).reshape(height, width, *src.shape[2:])
 
 
-def crop_mask(row: Sequence[int], src: Image, out: Image, fill: int) -> None:
+def crop_mask(
+    row: Sequence[int], src: Image, out: Image, fill: int, padding: PaddingMode = "constant"
+) -> None:
     """Write one mask into `out` (oh, ow) from its box (h, w): nearest, with `fill` around it."""
     rh, rw, py, px, _, _, flip = row[4:11]
     if src.shape != (rh, rw):
         src = cv2.resize(src, (rw, rh), interpolation=cv2.INTER_NEAREST)
-    _place(src, out, py, px, (fill,))
+    _place(src, out, py, px, (fill,), padding)
     if flip:
         cv2.flip(out, _FLIP_CODES[flip], out)
 
 
-def crop_image(row: Sequence[int], src: Image, out: Image, fill: tuple[float, ...]) -> None:
+def crop_image(
+    row: Sequence[int],
+    src: Image,
+    out: Image,
+    fill: tuple[float, ...],
+    interpolation: Interpolation = "bilinear",
+    padding: PaddingMode = "constant",
+) -> None:
     """Write one image into `out` (oh, ow, C) from its box (h, w, C), by one row of parameters.
 
     See frame.COLUMNS.
     """
     _, _, h, w, rh, rw, py, px, oh, ow, flip, antialias = row
     if py or px or rh != oh or rw != ow:
-        _place(_resized(src, rh, rw, antialias), out, py, px, fill)
+        _place(_resized(src, rh, rw, antialias, interpolation), out, py, px, fill, padding)
     elif h == rh and w == rw:
         if flip:
             cv2.flip(src, _FLIP_CODES[flip], out)
@@ -125,26 +141,37 @@ def crop_image(row: Sequence[int], src: Image, out: Image, fill: tuple[float, ..
             out[...] = src
         return
     elif antialias:
-        out[...] = _antialiased(src, oh, ow)
+        out[...] = _antialiased(src, oh, ow, interpolation)
     else:
-        cv2.resize(src, (ow, oh), out, 0, 0, cv2.INTER_LINEAR)
+        cv2.resize(src, (ow, oh), out, 0, 0, _FILTERS[interpolation])
     if flip:
         cv2.flip(out, _FLIP_CODES[flip], out)
 
 
-def _resized(src: Image, height: int, width: int, antialias: int) -> Image:
+def _resized(
+    src: Image, height: int, width: int, antialias: int, interpolation: Interpolation
+) -> Image:
     """Return `src` (h, w) or (h, w, C) resized; itself where it has that size."""
     if src.shape[:2] == (height, width):
         return src
     if antialias:
-        return _antialiased(src, height, width)
-    made = cv2.resize(src, (width, height), interpolation=cv2.INTER_LINEAR)
+        return _antialiased(src, height, width, interpolation)
+    made = cv2.resize(src, (width, height), interpolation=_FILTERS[interpolation])
     return made.reshape(height, width, *src.shape[2:])  # cv2 drops an axis of one channel
 
 
-def _place(src: Image, out: Image, top: int, left: int, fill: tuple[float, ...]) -> None:
+def _place(
+    src: Image, out: Image, top: int, left: int, fill: tuple[float, ...], padding: PaddingMode
+) -> None:
     """Lay `src` with its top left corner at (top, left) of `out`, and fill around it."""
     height, width = out.shape[:2]
+    if padding != "constant":
+        above, below = max(top, 0), max(height - top - src.shape[0], 0)
+        before, behind = max(left, 0), max(width - left - src.shape[1], 0)
+        if above or below or before or behind:
+            src = cv2.copyMakeBorder(src, above, below, before, behind, _BORDERS[padding])
+            src = src.reshape(*src.shape[:2], *out.shape[2:])  # cv2 drops an axis of one channel
+            top, left = top - above, left - before
     y0, x0 = max(top, 0), max(left, 0)
     y1, x1 = max(min(top + src.shape[0], height), y0), max(min(left + src.shape[1], width), x0)
     if y0 or x0 or y1 < height or x1 < width:
@@ -166,7 +193,12 @@ def are_windows(rows: NDArray[np.int32], height: int, width: int) -> bool:
 
 
 def copy_windows(
-    rows: NDArray[np.int32], field: Image, indices: Ints, out: Image, fill: tuple[float, ...]
+    rows: NDArray[np.int32],
+    field: Image,
+    indices: Ints,
+    out: Image,
+    fill: tuple[float, ...],
+    padding: PaddingMode = "constant",
 ) -> None:
     """Write windows of images `indices` (n) of a field (N, H, W, C) into `out` (n, oh, ow, C).
 
@@ -193,6 +225,9 @@ def copy_windows(
         tall = images[first:].reshape(-1, width, channels)
         cv2.flip(tall, 1, tall)
     block[:, above : above + height, before : before + width] = images
+    if padding != "constant":
+        _pad(block, 1, above, height, padding)
+        _pad(block, 2, before, width, padding)
 
     place = np.empty(count, np.int64)
     place[order] = np.arange(count)
@@ -203,6 +238,29 @@ def copy_windows(
     kind = np.dtype((np.void, ow * channels))
     every = as_strided(block.reshape(-1)[: kind.itemsize].view(kind), (block.size,), (1,))
     out.reshape(count, oh, -1).view(kind)[..., 0] = every[starts[:, None] + lines]
+
+
+def _pad(block: Image, axis: int, begin: int, length: int, padding: PaddingMode) -> None:
+    """Write what lies along an axis before `begin` and behind `begin + length`."""
+    lines = np.arange(block.shape[axis]) - begin
+    outside = np.flatnonzero((lines < 0) | (lines >= length))
+    for line in outside.tolist():
+        source = begin + _mirrored(line - begin, length, padding)
+        where: list[Any] = [slice(None)] * block.ndim
+        of = list(where)
+        where[axis], of[axis] = line, source
+        block[tuple(where)] = block[tuple(of)]
+
+
+def _mirrored(line: int, length: int, padding: PaddingMode) -> int:
+    """Return which line of `length` shows at `line`, which may lie outside."""
+    if padding == "edge":
+        return min(max(line, 0), length - 1)
+    if padding == "reflect":
+        line %= max(2 * length - 2, 1)
+        return min(line, 2 * length - 2 - line)
+    line %= 2 * length
+    return min(line, 2 * length - 1 - line)
 
 
 def _blocks(

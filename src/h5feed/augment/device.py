@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from h5feed.augment.frame import Interpolation, PaddingMode
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,7 +34,13 @@ def per_channel(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(made, dim=1)
 
 
-def _axis_weights(columns: tuple[torch.Tensor, ...], in_size: int, out_size: int) -> torch.Tensor:
+def _axis_weights(
+    columns: tuple[torch.Tensor, ...],
+    in_size: int,
+    out_size: int,
+    interpolation: Interpolation,
+    padding: PaddingMode,
+) -> torch.Tensor:
     """Return float32 (B, out_size, in_size): the share of each input pixel in each output pixel.
 
     columns: float32 (B, 1, 1) each: the box's begin and length, its resized length, its place in
@@ -46,14 +54,59 @@ def _axis_weights(columns: tuple[torch.Tensor, ...], in_size: int, out_size: int
     begin, length, resized, place, flip, antialias = columns
     i = torch.arange(out_size, device=begin.device, dtype=torch.float32).view(1, -1, 1)
     i = torch.where(flip > 0, out_size - 1 - i, i) - place
+    if padding != "constant":
+        i = _mirrored(i, resized, padding)
     inside = (i >= 0) & (i < resized)
     j = torch.arange(in_size, device=begin.device, dtype=torch.float32).view(1, 1, -1) - begin
     scale = length / resized
     width = torch.where(antialias > 0, scale.clamp(min=1), 1.0)
     center = scale * (i + 0.5) - 0.5
-    weights = (1 - (j - center).abs() / width).clamp(min=0)
+    if interpolation == "bicubic":
+        weights = _cubic_weights(j, center, width, length, antialias)
+    else:
+        weights = (1 - (j - center).abs() / width).clamp(min=0)
     weights = weights * ((j >= 0) & (j < length) & inside)
     return weights / weights.sum(dim=2, keepdim=True).clamp(min=1e-6)
+
+
+def _mirrored(i: torch.Tensor, length: torch.Tensor, padding: PaddingMode) -> torch.Tensor:
+    """Return which of `length` pixels shows at `i`, which may lie outside."""
+    import torch
+
+    if padding == "edge":
+        return torch.minimum(i.clamp(min=0), length - 1)
+    if padding == "reflect":
+        i = torch.remainder(i, (2 * length - 2).clamp(min=1))
+        return torch.minimum(i, 2 * length - 2 - i)
+    i = torch.remainder(i, 2 * length)
+    return torch.minimum(i, 2 * length - 1 - i)
+
+
+def _cubic_weights(
+    j: torch.Tensor,
+    center: torch.Tensor,
+    width: torch.Tensor,
+    length: torch.Tensor,
+    antialias: torch.Tensor,
+) -> torch.Tensor:
+    """Return (B, out, in) weights of Keys's cubic, of -1/2 antialiased and -3/4 else, as torch has.
+
+    Plain, pixels outside the box are those at its edge; antialiased, they do not count.
+    """
+    import torch
+
+    a = torch.where(antialias > 0, -0.5, -0.75)
+
+    def share(at: torch.Tensor) -> torch.Tensor:
+        x = ((at - center) / width).abs()
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        return torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+
+    plain = antialias <= 0
+    before, behind = share(-1 - 0 * j) + share(-2 - 0 * j), share(length) + share(length + 1)
+    weights = share(j) + torch.where(plain & (j == 0), before, 0.0)
+    return weights + torch.where(plain & (j == length - 1), behind, 0.0)
 
 
 def crop_batch(
@@ -61,11 +114,13 @@ def crop_batch(
     images: torch.Tensor,
     size: tuple[int, int],
     fill: tuple[float, ...] = (0.0,),
+    interpolation: Interpolation = "bilinear",
+    padding: PaddingMode = "constant",
 ) -> torch.Tensor:
     """Return float (B, C, *size) of 0..255, unrounded, from float images (B, C, h, w).
 
-    A bilinear resize, antialiased or not, is a weighted sum along each axis. So each image gets
-    two small matrices made from its row of parameters, which crop, resize, flip and pad in one
+    A resize, antialiased or not, is a weighted sum along each axis. So each image gets two
+    small matrices made from its row of parameters, which crop, resize, flip and pad in one
     pass. The shapes depend on nothing random: torch.compile sees one graph.
 
     rows: float32 (B, 12) crop parameters on the device, see frame.COLUMNS. fill: the color
@@ -76,13 +131,16 @@ def crop_batch(
     batch, channels, height, width = images.shape
     y, x, h, w, rh, rw, py, px, _, _, flip, antialias = rows[:, :, None, None].unbind(1)
     upside_down, left_right = torch.div(flip, 2, rounding_mode="floor"), flip % 2
-    down = _axis_weights((y, h, rh, py, upside_down, antialias), height, size[0])
-    along = _axis_weights((x, w, rw, px, left_right, antialias), width, size[1])
+    vertical, across = (y, h, rh, py, upside_down, antialias), (x, w, rw, px, left_right, antialias)
+    down = _axis_weights(vertical, height, size[0], interpolation, padding)
+    along = _axis_weights(across, width, size[1], interpolation, padding)
     # (B, H, C*W): one product per image for all channels, without copies of the weights
     tall = images.transpose(1, 2).reshape(batch, height, channels * width)
     made = torch.bmm(down.to(images.dtype), tall).view(batch, size[0] * channels, width)
     made = torch.bmm(made, along.to(images.dtype).transpose(1, 2))
     made = made.view(batch, size[0], channels, size[1]).transpose(1, 2)
+    if interpolation == "bicubic":
+        made = made.clamp(0, 255)
     shown = (down.sum(2) > 0)[:, None, :, None] & (along.sum(2) > 0)[:, None, None, :]
     return torch.where(shown, made, per_channel(fill, made))
 

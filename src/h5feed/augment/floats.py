@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from h5feed.augment.cpu import Image
 from h5feed.augment.device import per_channel
-from h5feed.augment.ops import Op, check_numbers, refuse
+from h5feed.augment.ops import Op, check_numbers, plain, refuse
 from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class Normalize(Op):
     std: Sequence[float]
 
     def __post_init__(self) -> None:
+        plain(self, mean=self.mean, std=self.std)
         mean, std = check_numbers(self, "mean", self.mean), check_numbers(self, "std", self.std)
         if len(mean) != len(std):
             raise refuse(self, "std", self.std, f"must have as many numbers as mean={self.mean!r}")

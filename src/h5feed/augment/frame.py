@@ -6,11 +6,23 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AUTO_FACTOR", "COLUMNS", "Antialias", "Floats", "Frame", "Ints", "Shapes"]
+__all__ = [
+    "AUTO_FACTOR",
+    "COLUMNS",
+    "Antialias",
+    "Floats",
+    "Frame",
+    "Interpolation",
+    "Ints",
+    "PaddingMode",
+    "Shapes",
+]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Antialias = bool | Literal["auto"]
+Interpolation = Literal["bilinear", "bicubic"]
+PaddingMode = Literal["constant", "edge", "reflect", "symmetric"]
 
 AUTO_FACTOR: Final = 1.5
 """antialias="auto" antialiases an image whose crop shrinks by more than this along an axis.
@@ -133,7 +145,13 @@ class Frame:
         self.flip_x = self.flip_x ^ x
         self.flip_y = self.flip_y ^ y
 
-    def finish(self, antialias: Antialias) -> NDArray[np.int32]:
+    def finish(
+        self,
+        antialias: Antialias,
+        *,
+        interpolation: Interpolation = "bilinear",
+        padding_mode: PaddingMode = "constant",
+    ) -> NDArray[np.int32]:
         """Return the parameters of the one resize that does it all: int32 (B, 12), see COLUMNS."""
         out = np.zeros((len(self.base), len(COLUMNS)), np.int32)
         if not self.sized:  # the image as it is in memory, squeezed or letterboxed
@@ -142,13 +160,16 @@ class Frame:
             out[:, :4] = self.base
             out[:, 4:6] = out[:, 8:10] = self.space
         else:
-            self._write_cut(out)
+            self._write_cut(out, padding_mode)
         if self.flip_x.any() or self.flip_y.any():
             out[:, 10] = self.flip_x + 2 * self.flip_y
-        out[:, 11] = _shrinks(out, antialias)
+        if interpolation == "bicubic":  # torchvision's antialiased one is softer, also enlarging
+            out[:, 11] = antialias is not False
+        else:
+            out[:, 11] = _shrinks(out, antialias)
         return out
 
-    def _write_cut(self, out: NDArray[np.int32]) -> None:
+    def _write_cut(self, out: NDArray[np.int32], padding_mode: PaddingMode) -> None:
         """Write the columns of images that are a part of `space`, or reach outside it."""
         low, size = self.window[:, :2], self.window[:, 2:]
         inner_low = np.clip(low, 0, self.space - 1)
@@ -157,8 +178,16 @@ class Frame:
         out[:, 4:6] = inner_high - inner_low
         out[:, 6:8] = inner_low - low
         out[:, 8:10] = size
+        whole = np.zeros(len(out), bool)
         if self.resized:
             whole = self._whole(inner_low, inner_high)
+        if padding_mode not in ("constant", "edge"):
+            # what is mirrored in the padding must be at hand
+            reach = np.maximum(inner_low - low, low + size - inner_high)
+            whole |= (reach >= inner_high - inner_low).any(axis=1)
+        if padding_mode != "constant":
+            whole |= ((low + size <= 0) | (low >= self.space)).any(axis=1)
+        if whole.any():
             out[whole, :4] = self.base[whole]
             out[whole, 4:6] = self.space[whole]
             out[whole, 6:8] = -low[whole]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 
-from h5feed.augment.frame import Antialias, Floats, Frame, Ints
+from h5feed.augment.frame import Antialias, Floats, Frame, Interpolation, Ints, PaddingMode
 from h5feed.augment.ops import (
+    Draws,
     Op,
     below,
     check_fill,
@@ -17,6 +18,7 @@ from h5feed.augment.ops import (
     check_pair,
     check_probability,
     check_size,
+    plain,
     refuse,
 )
 from h5feed.errors import UsageError
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from h5feed.augment.plan import Plan
 
 __all__ = [
+    "AlternatingFlip",
     "AxisOp",
     "CenterCrop",
     "RandomCrop",
@@ -61,6 +64,10 @@ class AxisOp(Op):
     """What it says about resizing; None takes the pipeline's."""
     mask_fill: int = 0
     """Class number that masks show where it reaches outside the image."""
+    padding_mode: PaddingMode = "constant"
+    """What shows there instead of a color."""
+    interpolation: Interpolation = "bilinear"
+    """How it resizes."""
 
     def join(self, plan: Plan, position: int) -> None:
         """Fold with the ops before, where that is the same as one after the other."""
@@ -70,6 +77,10 @@ class AxisOp(Op):
     def padding_color(self) -> tuple[float, ...] | None:
         """What shows where it reaches outside the image; None if it never does."""
         return None
+
+    def uniform(self, draws: Draws, stream: int) -> Floats:
+        """Return the numbers (B, uniforms) that `fold` gets."""
+        return draws.uniform(stream, self.uniforms)
 
     def fold(self, frame: Frame, u: Floats) -> None:
         """Apply the op to the frame with uniforms `u` (B, uniforms)."""
@@ -82,8 +93,9 @@ class AxisOp(Op):
 
 def _check_resampling(op: Any) -> None:
     """Check the two arguments of every op that resizes."""
-    if op.interpolation != "bilinear":
-        raise refuse(op, "interpolation", op.interpolation, 'must be "bilinear", the only one here')
+    plain(op, interpolation=op.interpolation)
+    if op.interpolation not in ("bilinear", "bicubic"):
+        raise refuse(op, "interpolation", op.interpolation, 'must be "bilinear" or "bicubic"')
     if op.antialias not in (None, True, False, "auto"):
         raise refuse(
             op, "antialias", op.antialias, 'must be True, False, "auto" or None (the default)'
@@ -104,7 +116,7 @@ class Resize(AxisOp):
 
     size: int | Sequence[int] | None
     """The short side (a number or a sequence of one), or (height, width), or None: see max_size."""
-    interpolation: Literal["bilinear"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
     max_size: int | None = None
     """The most that the long side may become; with size=None, what it becomes."""
     antialias: Antialias | None = None
@@ -223,7 +235,8 @@ class RandomCrop(AxisOp):
     """Pad a smaller image by what it lacks, on both sides, instead of refusing it."""
     fill: float | Sequence[float] = 0
     """Color of the padding, 0..255: one number, or one for each channel."""
-    padding_mode: Literal["constant"] = "constant"
+    padding_mode: PaddingMode = "constant"
+    """What the padding shows: `fill`, or the image itself, mirrored or its edge drawn out."""
     mask_fill: int = 0
     """Class number of the padding of masks, 0..255; such as the loss's ignore_index."""
     uniforms: ClassVar[int] = 2
@@ -237,8 +250,9 @@ class RandomCrop(AxisOp):
         if len(items) not in (1, 2, 4) or any(i != int(i) or i < 0 for i in items):
             wrong = "must be 1, 2 or 4 whole numbers, none below 0"
             raise refuse(self, "padding", self.padding, wrong)
-        if self.padding_mode != "constant":
-            raise refuse(self, "padding_mode", self.padding_mode, 'must be "constant"')
+        if self.padding_mode not in get_args(PaddingMode):
+            wrong = f"is none of {', '.join(get_args(PaddingMode))}"
+            raise refuse(self, "padding_mode", self.padding_mode, wrong)
 
     @property
     def padding_color(self) -> tuple[float, ...] | None:
@@ -292,7 +306,7 @@ class RandomResizedCrop(AxisOp):
     """Smallest and largest share of the image's area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Smallest and largest width / height; drawn evenly in its logarithm."""
-    interpolation: Literal["bilinear"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
     antialias: Antialias | None = None
     """None takes the pipeline's."""
     uniforms: ClassVar[int] = 2 + 2 * _TRIES
@@ -387,6 +401,33 @@ class RandomVerticalFlip(AxisOp):
     def fold(self, frame: Frame, u: Floats) -> None:
         """Flip the images whose uniform lies below p."""
         frame.flip(False, u[:, 0] < self.p)
+
+
+@dataclass(frozen=True)
+class AlternatingFlip(AxisOp):
+    """Mirror each image left-right in every other epoch; which ones begin is drawn once.
+
+    Two epochs in a row see both sides of every image, where RandomHorizontalFlip repeats half
+    (Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498). A function of
+    seed, epoch and sample, as everything here.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import AlternatingFlip, RandomCrop
+    >>> ops = [RandomCrop(64, padding=2, padding_mode="reflect"), AlternatingFlip()]
+    >>> images, labels = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> images.shape
+    torch.Size([4, 3, 64, 64])
+    """
+
+    uniforms: ClassVar[int] = 1
+
+    def uniform(self, draws: Draws, stream: int) -> Floats:
+        """Return (B, 1): 1 for the images to be mirrored, else 0."""
+        return draws.alternate(stream)[:, None].astype(np.float64)
+
+    def fold(self, frame: Frame, u: Floats) -> None:
+        """Flip those marked."""
+        frame.flip(u[:, 0] > 0, False)
 
 
 def with_size(ops: Sequence[Op], size: Any) -> list[Op]:

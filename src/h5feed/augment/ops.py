@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
 
 import numpy as np
@@ -31,6 +32,7 @@ __all__ = [
     "check_probability",
     "check_size",
     "is_number",
+    "plain",
     "refuse",
 ]
 
@@ -50,6 +52,10 @@ class Draws(Protocol):
 
     def uniform(self, stream: int, count: int) -> Floats:
         """Return float64 (B, count) in [0, 1), a row per sample."""
+        ...
+
+    def alternate(self, stream: int) -> NDArray[np.bool_]:
+        """Return (B,): a bit of each sample's own in even epochs, the other one in odd ones."""
         ...
 
     def batch_uniform(self, stream: int, count: int) -> Floats:
@@ -175,6 +181,25 @@ def below(u: Floats, count: Ints) -> Ints:
 def refuse(op: object, argument: str, value: Any, wrong: str) -> UsageError:
     """Make the one error of a bad argument: op, argument, value, and what it should be."""
     return UsageError(f"{type(op).__name__}: {argument}={value!r} {wrong}")
+
+
+_INTERPOLATIONS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+"""Pillow's numbers, which torchvision takes, too."""
+
+
+def plain(op: object, **arguments: Any) -> None:
+    """Write an op's arguments as plain values.
+
+    An InterpolationMode as its name, arrays and tensors as tuples.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, Enum):
+            value = value.value
+        elif name == "interpolation" and isinstance(value, int):
+            value = _INTERPOLATIONS.get(value, value)
+        elif hasattr(value, "tolist"):  # numpy's and torch's
+            value = value.tolist()
+        object.__setattr__(op, name, tuple(value) if isinstance(value, list) else value)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

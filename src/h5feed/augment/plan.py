@@ -19,7 +19,15 @@ from h5feed.augment.cpu import (
 )
 from h5feed.augment.device import crop_batch, kernel_dtype, nv12_batch
 from h5feed.augment.floats import FloatStage
-from h5feed.augment.frame import COLUMNS, Antialias, Frame, Ints, Shapes
+from h5feed.augment.frame import (
+    COLUMNS,
+    Antialias,
+    Frame,
+    Interpolation,
+    Ints,
+    PaddingMode,
+    Shapes,
+)
 from h5feed.augment.geometry import AxisOp
 from h5feed.augment.mixing import MixOp, mix_images
 from h5feed.augment.ops import CpuStep, Draws, ImageOp, Op, Rows
@@ -82,6 +90,8 @@ class CropStage:
         self.ops: list[tuple[int, AxisOp]] = []
         self.fill: tuple[float, ...] = (0.0,)
         self.mask_fill = 0
+        self.padding_mode: PaddingMode = "constant"
+        self.interpolation: Interpolation = "bilinear"
 
     def accepts(self, op: AxisOp) -> bool:
         """Whether `op` folds with the ops so far, fill and all."""
@@ -94,6 +104,9 @@ class CropStage:
         self.ops.append((position, op))
         if op.padding_color is not None:
             self.fill, self.mask_fill = op.padding_color, op.mask_fill
+            self.padding_mode = op.padding_mode
+        if op.resizes:
+            self.interpolation = op.interpolation
 
     @property
     def antialias(self) -> Antialias:
@@ -111,12 +124,16 @@ class CropStage:
         """Return int32 (B, 12) rows, see frame.COLUMNS."""
         frame = Frame(shapes)
         for position, op in self.ops:
-            op.fold(frame, draws.uniform(stream(position, view), op.uniforms))
-        return frame.finish(self.antialias), frame.shapes()
+            op.fold(frame, op.uniform(draws, stream(position, view)))
+        rows = frame.finish(
+            self.antialias, interpolation=self.interpolation, padding_mode=self.padding_mode
+        )
+        return rows, frame.shapes()
 
     def cpu(self, rows: Rows) -> CropStep:
         """Return the step that crops image i of the chunk."""
         listed, fill, nv12 = rows.tolist(), self.fill, self.nv12
+        interpolation, padding_mode = self.interpolation, self.padding_mode
         made, rgb = Scratch(), Scratch()
 
         def step(i: int, src: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
@@ -125,7 +142,7 @@ class CropStage:
             y, x = y - top, x - left
             box = nv12_box(src, y, x, h, w, rgb) if nv12 else src[y : y + h, x : x + w]
             image = made(row[8], row[9], box.shape[2]) if out is None else out
-            crop_image(row, box, image, fill)
+            crop_image(row, box, image, fill, interpolation, padding_mode)
             return image
 
         return step
@@ -133,12 +150,13 @@ class CropStage:
     def mask(self, rows: Rows) -> CpuStep:
         """Return the step that crops mask i of the chunk."""
         listed, made, fill = rows.tolist(), Scratch(), self.mask_fill
+        padding_mode = self.padding_mode
 
         def step(i: int, src: Image, out: Image | None) -> Image:
             row = listed[i]
             y, x, h, w = row[:4]
             image = made(row[8], row[9]) if out is None else out
-            crop_mask(row, src[y : y + h, x : x + w], image, fill)
+            crop_mask(row, src[y : y + h, x : x + w], image, fill, padding_mode)
             return image
 
         return step
@@ -149,7 +167,8 @@ class CropStage:
         """Return the crops (B, 3, *size), rounded."""
         kind = kernel_dtype(images.device)
         images = nv12_batch(images, kind) if self.nv12 else images.to(kind)
-        return crop_batch(rows, images, size, self.fill).round()
+        made = crop_batch(rows, images, size, self.fill, self.interpolation, self.padding_mode)
+        return made.round()
 
 
 Stage = CropStage | OpStage
@@ -249,7 +268,7 @@ class Plan:
             return
         on_bytes, on_floats = self._steps(rows)
         images = out if self.floats is None else np.empty((len(out), *out.shape[1:3], 3), np.uint8)
-        copy_windows(rows[0], field, indices, images, self.first.fill)
+        copy_windows(rows[0], field, indices, images, self.first.fill, self.first.padding_mode)
         for step in on_bytes:
             for i, image in enumerate(images):
                 step(i, image, None)

@@ -64,7 +64,7 @@ class Draws:
 
     """
 
-    __slots__ = ("_batch_key", "_keys")
+    __slots__ = ("_batch_key", "_indices", "_keys", "_when")
 
     def __init__(
         self, seed: int, epoch: int, indices: NDArray[np.int64], *, batch: int = 0
@@ -75,6 +75,7 @@ class Draws:
         keys *= np.uint64(_GOLDEN)
         keys += base
         self._keys = mix64(keys)
+        self._indices, self._when = indices, (seed, epoch)
         self._batch_key = hash_ints(seed, epoch, batch, 0x6261746368)  # "batch"
 
     def __len__(self) -> int:
@@ -83,6 +84,15 @@ class Draws:
     def uniform(self, stream: int, count: int = 1) -> NDArray[np.float64]:
         """Return float64 (B, count) in [0, 1), multiples of 2**-53, one row per sample."""
         return _uniform(self._keys ^ np.uint64(hash_ints(stream)), count)
+
+    def alternate(self, stream: int) -> NDArray[np.bool_]:
+        """Return (B,): a bit of each sample's own in even epochs, the other one in odd ones."""
+        seed, epoch = self._when
+        keys = self._indices.astype(np.uint64)
+        keys *= np.uint64(_GOLDEN)
+        keys += np.uint64(hash_ints(seed, stream, 0x616C7465726E))  # "altern"
+        bits: NDArray[np.bool_] = mix64(keys) % np.uint64(2) != epoch % 2
+        return bits
 
     def batch_uniform(self, stream: int, count: int = 1) -> NDArray[np.float64]:
         """Return float64 (count,) in [0, 1) that belong to the batch as a whole."""

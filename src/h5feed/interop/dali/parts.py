@@ -299,6 +299,13 @@ def make_steps(ops: Sequence[Op], plan: Plan) -> tuple[Step, ...]:
                 f"{type(op).__name__} is not supported by DaliLoader, which has crops, resizes, "
                 "flips, RandomErasing, ToDtype and Normalize; leave it out, or use H5Loader"
             )
+        for name, known in (("interpolation", "bilinear"), ("padding_mode", "constant")):
+            value = getattr(op, name, known)
+            if value != known:
+                raise UsageError(
+                    f"{type(op).__name__}: {name}={value!r} is not supported by DaliLoader, which "
+                    f"has {known!r} alone; leave it out, or use H5Loader"
+                )
     first = len(plan.stages)  # of those that come after the floats
     steps = [Step(part, n) for n, stage in enumerate(plan.stages) for part in _parts(stage, n)]
     if plan.floats is not None:
