@@ -56,7 +56,7 @@ def compare_imagefolder(options: argparse.Namespace) -> None:
         DataLoader, batch_size=BATCH, num_workers=options.workers, persistent_workers=True
     )
     folder = ImageFolder(options.photos, transform=AUGMENT_PIL)
-    packed = H5Dataset(options.file, transform=AUGMENT, aspect="source")
+    packed = H5Dataset(options.file, transform=AUGMENT, output="tensor", aspect="source")
     rates = race(
         {
             "ImageFolder, Pillow": stock(folder, sampler=draws(folder, options)),
@@ -71,7 +71,7 @@ def compare_loader(options: argparse.Namespace) -> None:
     """make_dataloader against a DataLoader with nothing but the same number of workers."""
     subjects: dict[str, Iterable[Any]] = {}
     for name, transform in (("whole images", None), ("RandomResizedCrop + flip", AUGMENT)):
-        packed = H5Dataset(options.file, transform=transform, aspect="stored")
+        packed = H5Dataset(options.file, transform, output="tensor", aspect="stored")
         subjects[f"stock, {name}"] = DataLoader(
             packed, BATCH, sampler=draws(packed, options), num_workers=options.workers
         )
@@ -84,7 +84,7 @@ def compare_loader(options: argparse.Namespace) -> None:
 def compare_workers(options: argparse.Namespace) -> None:
     """Every number of workers up to twice the cores; and what "auto" would take."""
     for name, transform in (("whole images", None), ("RandomResizedCrop + flip", AUGMENT)):
-        packed = H5Dataset(options.file, transform=transform, aspect="stored")
+        packed = H5Dataset(options.file, transform, output="tensor", aspect="stored")
         loaders: dict[str, Iterable[Any]] = {
             f"{name}, workers={workers}": make_dataloader(
                 packed, BATCH, sampler=draws(packed, options), num_workers=workers

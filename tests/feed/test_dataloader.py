@@ -42,7 +42,7 @@ def epoch(loader):
 @pytest.mark.parametrize("opens", [H5Dataset, OpensLate], ids=["opened before", "opened after"])
 def test_a_stock_dataloader_reads_the_file_in_any_worker(path, images, context, opens):
     loader = DataLoader(
-        opens(path, transform=invert),
+        opens(path, output="tensor", transform=invert),
         batch_size=4,
         shuffle=True,
         num_workers=2,
@@ -56,7 +56,7 @@ def test_a_stock_dataloader_reads_the_file_in_any_worker(path, images, context, 
 
 
 def test_without_workers_too(path, images):
-    loader = DataLoader(H5Dataset(path, transform=invert), batch_size=4)
+    loader = DataLoader(H5Dataset(path, output="tensor", transform=invert), batch_size=4)
     for _ in range(2):
         assert np.array_equal(epoch(loader)[0], ~np.stack(images))
 
@@ -105,7 +105,7 @@ def test_order_without_shuffle_and_with_a_sampler(path):
 
 def test_every_worker_draws_its_own_numbers_and_the_same_ones_again(path):
     def drawn(seed):
-        ds = H5Dataset(path, transform=draw)
+        ds = H5Dataset(path, output="tensor", transform=draw)
         loader = make_dataloader(ds, 11, shuffle=False, num_workers=2, seed=seed)
         return torch.cat([numbers for numbers, _ in loader])
 
@@ -117,7 +117,7 @@ def test_every_worker_draws_its_own_numbers_and_the_same_ones_again(path):
 
 
 def test_workers_keep_one_thread_and_run_the_caller_s_start_too(path):
-    ds = H5Dataset(path, transform=thread_counts)
+    ds = H5Dataset(path, output="tensor", transform=thread_counts)
     (counts, _) = next(iter(make_dataloader(ds, 22, shuffle=True, num_workers=1)))
     assert counts.unique().tolist() == [1]
     ds.transform = draw
@@ -191,7 +191,7 @@ def machine(monkeypatch):
 
 def test_auto_takes_a_core_each_where_there_is_work(path, machine):
     machine(cores=8)
-    work = H5Dataset(path, transform=invert)
+    work = H5Dataset(path, output="tensor", transform=invert)
     assert auto_workers(work, 1) == 8
     assert auto_workers(Subset(work, range(20)), 1) == 8
     assert auto_workers(ConcatDataset([work, work]), 1) == 8
@@ -216,7 +216,7 @@ def test_auto_takes_two_where_pixels_are_only_copied(path, tmp_path, machine):
 
 def test_auto_takes_no_more_than_batches_or_shared_memory_allow(path, tmp_path, machine):
     machine(cores=8)
-    work = H5Dataset(path, transform=invert)
+    work = H5Dataset(path, output="tensor", transform=invert)
     assert auto_workers(work, 8) == 3
     batch = 2 * 32 * 32 * 3
     machine(cores=8, shared=batch * 2 * 3 + 1)

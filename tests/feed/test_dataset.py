@@ -171,8 +171,8 @@ def test_the_arguments_stand_in_imagefolder_s_order(path):
         if its.name != "loader":
             assert mine.default == its.default
     assert all(more.kind is more.KEYWORD_ONLY for more in ours[len(theirs) :])
-    ds = H5Dataset(str(path), torch.Tensor.float, lambda label: label + 5, None, None, True)
-    assert (ds[3][0].dtype, ds[3][1]) == (torch.float32, 6)
+    ds = H5Dataset(str(path), np.array, lambda label: label + 5, None, None, True)
+    assert (ds[3][0].shape, ds[3][1]) == ((32, 32, 3), 6)
 
 
 def test_torchvision_s_own_loaders_mean_pil_images(path):
@@ -219,7 +219,11 @@ def test_samples_open_where_their_folder_is_named(tmp_path, path, images):
 def test_transforms_takes_image_and_target_together(tmp_path, path, images):
     masks = [m[:, :, :1].copy() for m in random_images(10, seed=5)]
     masked = write_packed(tmp_path / "m.h5", images, masks=masks)
-    both = H5Dataset(masked, transforms=lambda image, mask: (image.flip(-1), mask.flip(-1)))
+    both = H5Dataset(
+        masked,
+        transforms=lambda image, mask: (image.flip(-1), mask.flip(-1)),
+        output="tensor",
+    )
     image, mask = pickle.loads(pickle.dumps(H5Dataset(masked)))[3]
     assert torch.equal(both[3][0], image.flip(-1))
     assert torch.equal(both[3][1], mask.flip(-1))
@@ -238,6 +242,34 @@ def test_transforms_takes_image_and_target_together(tmp_path, path, images):
     assert (other.transform, other.target_transform) == (torch.Tensor.float, str)
     with pytest.raises(UsageError, match=r"ds\.transforms=.* give H5Loader ops of h5feed\.augment"):
         H5Loader(H5Dataset(path, transforms=lambda image, label: (image, label)), 2)
+
+
+def test_by_default_a_transform_gets_what_imagefolder_gives_it(tmp_path, path, images):
+    from torchvision import tv_tensors
+    from torchvision.transforms import v2
+
+    ds = H5Dataset(path)
+    assert ds.output == "tensor"
+    ds.transform = np.asarray
+    assert (ds.output, ds.aspect) == ("pil", "source")
+    assert np.array_equal(pickle.loads(pickle.dumps(ds))[3][0], images[3])
+    ds.transform = None
+    assert torch.is_tensor(ds[3][0])
+    ds.target_transform = str
+    assert ds.output == "tensor"
+    squeezed = write_packed(tmp_path / "s.h5", images, source_shapes=[[60, 80]] * 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert H5Dataset(squeezed, lambda image: image.size)[0][0] == (42, 32)
+
+    masks = [m[:, :, :1].copy() for m in random_images(10, seed=5)]
+    masked = write_packed(tmp_path / "m.h5", images, masks=masks)
+    joint = H5Dataset(masked, transforms=v2.RandomHorizontalFlip(1))
+    image, mask = joint[3]
+    assert (type(image), type(mask)) == (tv_tensors.Image, tv_tensors.Mask)
+    assert np.array_equal(mask, masks[3][:, ::-1, 0])
+    kinds = H5Dataset(masked, transforms=lambda *both: [type(one) for one in both])[3]
+    assert kinds == (Image.Image, Image.Image)
 
 
 def test_keys_make_a_sample_a_dict(path, images):
@@ -284,7 +316,7 @@ def test_tv_tensors_are_told_apart_by_torchvision(tmp_path, path, images):
 def test_a_transform_that_takes_other_images_is_told_the_output(path):
     from torchvision.transforms import ToTensor
 
-    ds = H5Dataset(path, ToTensor())
+    ds = H5Dataset(path, ToTensor(), output="tensor")
     text = re.escape(
         "transform=ToTensor does not take what output='tensor' gives (pic should be PIL Image or "
         "ndarray. Got <class 'torch.Tensor'>): give output=\"pil\" for PIL images, as ImageFolder "
@@ -292,11 +324,11 @@ def test_a_transform_that_takes_other_images_is_told_the_output(path):
     )
     with pytest.raises(UsageError, match=text):
         ds[0]
-    assert H5Dataset(path, ToTensor(), output="pil")[0][0].shape == (3, 32, 32)
+    assert H5Dataset(path, ToTensor())[0][0].shape == (3, 32, 32)
     failing = H5Dataset(path, transforms=lambda image, target: (image.no_such, target))
     with pytest.raises(UsageError, match=r"transforms=<lambda> does not take .*no attribute 'no_s"):
         failing[0]
-    fails_later = H5Dataset(path, lambda image: image[0, 0, 0] + "1" if ds.note else image)
+    fails_later = H5Dataset(path, lambda image: image.size + 1 if ds.note else image)
     ds.note = False
     fails_later[0]
     ds.note = True
@@ -359,7 +391,7 @@ def test_a_folder_is_to_be_packed_first(tmp_path):
 
 
 def test_lists_are_made_at_first_use_and_not_pickled(path):
-    ds = H5Dataset(path, transform=torch.Tensor.float)
+    ds = H5Dataset(path, transform=torch.Tensor.float, output="tensor")
     plain = pickle.dumps(ds)
     assert ds.targets is ds.targets
     assert ds.samples is ds.samples
@@ -499,9 +531,9 @@ def test_output_pil_is_a_copy(path, images):
 
 def test_transforms_are_called_as_in_torchvision(path):
     ds = H5Dataset(
-        path, transform=lambda image: image.shape, target_transform=lambda label: label + 100
+        path, transform=lambda image: image.size, target_transform=lambda label: label + 100
     )
-    assert ds[3] == ((3, 32, 32), 101)
+    assert ds[3] == ((32, 32), 101)
     ds.transform = lambda image: "other"
     ds.target_transform = None
     assert ds[3] == ("other", 1)
@@ -539,10 +571,11 @@ def test_a_transform_meets_squeezed_images_only_where_that_was_said(tmp_path, im
         with pytest.raises(UsageError, match=text):
             pickle.loads(pickle.dumps(plain)).transform = size
         assert H5Dataset(path, transform=np.shape, output=output, aspect="stored")[3][0] != (32, 42)
-    assert H5Dataset(path, transform=size, aspect="source")[3][0] == (32, 42)
-    asked = H5Dataset(path, transform=torch.Tensor.sum, aspect="stored")
+    source = H5Dataset(path, transform=size, output="tensor", aspect="source")
+    assert source[3][0] == (32, 42)
+    asked = H5Dataset(path, transform=torch.Tensor.sum, output="tensor", aspect="stored")
     assert pickle.loads(pickle.dumps(asked))[3][0] == asked[3][0]
-    assert H5Dataset(path, output="pil", transform=lambda image: image.size)[3][0] == (42, 32)
+    assert H5Dataset(path, transform=lambda image: image.size)[3][0] == (42, 32)
     assert H5Dataset(path, output="pil", aspect="stored")[3][0].size == (32, 32)
     H5Dataset(path, target_transform=str)  # for H5Loader
 
@@ -591,7 +624,8 @@ def test_all_images_as_one_tensor_are_squeezed_only_where_that_was_said(tmp_path
 
 def test_images_within_a_pixel_of_their_proportions_are_not_squeezed(tmp_path, images):
     path = write_packed(tmp_path / "s.h5", images, source_shapes=[[333, 334]] * 10)
-    assert H5Dataset(path, transform=torch.Tensor.float)[3][0].dtype == torch.float32
+    tensors = H5Dataset(path, transform=torch.Tensor.float, output="tensor")
+    assert tensors[3][0].dtype == torch.float32
 
 
 def test_a_subclass_keeps_its_own_attributes_through_pickle(path):
@@ -614,7 +648,7 @@ def test_an_image_outlives_its_dataset(path, images):
 
 
 def test_a_dropped_dataset_unmaps_its_file_at_once(path):
-    ds = H5Dataset(path, transform=torch.Tensor.clone)
+    ds = H5Dataset(path, transform=torch.Tensor.clone, output="tensor")
     ds[0]
     assert maps_of(path)
     del ds

@@ -52,7 +52,7 @@ IN_PLACE = {
 def test_a_transform_that_writes_changes_nothing_that_is_read_later(packed, transform, mode):
     path, images = packed
     before = path.read_bytes()
-    ds = H5Dataset(path, transform=transform)
+    ds = H5Dataset(path, output="tensor", transform=transform)
     with mode():
         for _ in range(2):
             got = [image for image, _ in ds]
@@ -79,7 +79,7 @@ class LateWriter:
 @pytest.mark.parametrize("first", [0, 7, 8, 9, 20])
 def test_one_that_starts_late_is_found_out_then(packed, first, mode):
     path, images = packed
-    ds = H5Dataset(path, transform=LateWriter(first))
+    ds = H5Dataset(path, output="tensor", transform=LateWriter(first))
     with mode():
         got = [image for image, _ in ds]
         assert same(got[:first], images[:first])
@@ -96,7 +96,7 @@ def test_whatever_a_late_result_holds_of_the_view_keeps_its_contents(packed):
         "view": lambda image: image.permute(1, 2, 0)[::2],
     }
     for make in parts.values():
-        ds = H5Dataset(path, transform=LateWriter(12, make))
+        ds = H5Dataset(path, output="tensor", transform=LateWriter(12, make))
         got = [image for image, _ in ds]
         wanted = [make(chw(~image)) for image in images[12:]]
         assert str(got[12:]) == str(wanted)
@@ -122,7 +122,7 @@ def test_one_that_writes_and_fails_leaves_the_file_s_pixels(packed):
         return image
 
     seen = []
-    ds = H5Dataset(path, transform=fail)
+    ds = H5Dataset(path, output="tensor", transform=fail)
     for i in range(10):
         ds[i]
     with pytest.raises(RuntimeError, match="as transforms do"):
@@ -137,7 +137,7 @@ def test_a_random_writer_draws_the_same_under_the_same_seed(packed):
     def sometimes(image):
         return image.bitwise_not_() if random.random() < 0.1 else image
 
-    ds = H5Dataset(path, transform=sometimes)
+    ds = H5Dataset(path, output="tensor", transform=sometimes)
     epochs = []
     for _ in range(2):
         random.seed(3)
@@ -161,7 +161,7 @@ def test_threads_that_write_into_neighbors_do_not_meet(tmp_path):
     images = random_images(400, (8, 8))
     path = write_packed(tmp_path / "t.h5", images)
     for _ in range(5):
-        ds = H5Dataset(path, transform=LateWriter(30))
+        ds = H5Dataset(path, output="tensor", transform=LateWriter(30))
         with ThreadPoolExecutor(8) as pool:
             got = list(pool.map(lambda i, ds=ds: ds[i][0], range(400)))
         for image, source in zip(got, images, strict=True):
@@ -173,7 +173,7 @@ def test_threads_that_write_into_neighbors_do_not_meet(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_in_a_dataloader_every_epoch_is_the_same(packed, workers):
     path, images = packed
-    ds = H5Dataset(path, transform=LateWriter(11))
+    ds = H5Dataset(path, output="tensor", transform=LateWriter(11))
     ds.transform.first = 0
     loader = DataLoader(ds, 8, num_workers=workers, persistent_workers=workers > 0)
     for _ in range(3):
@@ -261,7 +261,7 @@ def test_all_images_at_once_are_the_file_s_at_every_access(packed):
 
 def test_while_nobody_writes_every_image_is_a_view(packed):
     path, _ = packed
-    ds = H5Dataset(path, transform=lambda image: image)
+    ds = H5Dataset(path, output="tensor", transform=lambda image: image)
     for _ in range(5):
         assert all(is_view(path, image.data_ptr(), image.nbytes) for image, _ in ds)
 

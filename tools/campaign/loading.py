@@ -232,7 +232,9 @@ def written(case: Case) -> None:
             if case.random.random() < 0.6:
                 write(case, image)
             del image
-    transform = H5Dataset(kind.path, aspect="stored", transform=lambda image: write(case, image))
+    transform = H5Dataset(
+        kind.path, lambda image: write(case, image), output="tensor", aspect="stored"
+    )
     for _ in make_dataloader(transform, 1, shuffle=True, num_workers=0):
         pass
     again = H5Dataset(kind.path)

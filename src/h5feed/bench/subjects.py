@@ -288,7 +288,7 @@ class UsualH5py(_LoaderSubject):
 
 def _swapped(params: Params) -> H5Dataset:
     """Return the images in ImageFolder's proportions, for a crop that is not h5feed's own."""
-    return H5Dataset(params["file"], transform=TensorCrop(params["crop"]), aspect="source")
+    return H5Dataset(params["file"], TensorCrop(params["crop"]), output="tensor", aspect="source")
 
 
 class SwappedIn(_LoaderSubject):

@@ -27,6 +27,7 @@ from h5feed.feed.imagefolder import (
     StandardTransform,
     cannot_edit,
     check_imagefolder_arguments,
+    is_of_torchvision_v2,
     short_name,
 )
 from h5feed.feed.options import check_whole
@@ -96,6 +97,11 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         `transform` is called on each image and `target_transform` on each label or mask, or in
         the place of both `transforms` on (image, target), as in torchvision.
 
+        `output` is what an image is handed out as. By default a transform gets PIL images, as
+        ImageFolder's does (torchvision's v2 ones given as `transforms`: tv_tensors, by which they
+        tell a mask from an image), and without any you get tensors. Transforms that take tensors
+        are faster on `output="tensor"`.
+
         `loader`, `is_valid_file` and `allow_empty` stand where ImageFolder has them. Images come
         from the packed file: torchvision's own loaders mean `output="pil"`, and others are
         refused, as is `is_valid_file`. Classes without images are kept as they were packed.
@@ -104,7 +110,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         one (short side as stored) and cuts a padded one out of its letterbox; then images have
         different sizes. `aspect="stored"` hands images out as they lie in the file. By default
         it is "source" with `output="pil"`, as ImageFolder's images are, and with "tv_tensor";
-        else "stored"; but a `transform` never meets squeezed images unless `aspect="stored"` says
+        else "stored"; but a transform never meets squeezed images unless `aspect="stored"` says
         so, and the first that `ds[i]` gives otherwise comes with a warning. H5Loader needs none
         of this.
 
@@ -128,9 +134,10 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         larger image, and UsageError for a wrong argument.
         """
         check_imagefolder_arguments(loader, is_valid_file)
-        if output is None:
-            output = "tensor" if loader is None else "pil"
-        _check_choice("output", output, get_args(Output))
+        if output is None and loader is not None:
+            output = "pil"
+        if output is not None:
+            _check_choice("output", output, get_args(Output))
         if aspect is not None:
             _check_choice("aspect", aspect, get_args(Aspect))
         check_whole(1, max_pixels=max_pixels)
@@ -138,10 +145,9 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
             raise UsageError(
                 f"target_dtype={target_dtype!r} is no dtype of torch: give torch.int64"
             )
-        self._output: Output = output
+        self._given_output: Output | None = output
         self._given_aspect: Aspect | None = aspect
-        self._unasked = self.aspect == "stored" and aspect is None
-        self._warns = self._unasked
+        self._warned = False
         self._target_dtype = target_dtype
         self._keys = checked_keys(keys)
         self._image_root = _checked_image_root(image_root)
@@ -149,13 +155,15 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self.pixels = PackedFiles(expand_paths(root), max_pixels=max_pixels)
         self._named_targets = target_names(target, self.pixels)
         self._lists: dict[str, Any] = {}
+        self._transform: Transform | None = None
+        self._target_transform: Transform | None = None
         self._transforms: Transforms | None = None
         self._proven = False
+        self._bind()
         self.transform = transform
         self.target_transform = target_transform
         if transforms is not None:
             self.transforms = transforms
-        self._bind()
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -187,7 +195,11 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     @property
     def output(self) -> Output:
         """What an image is handed out as."""
-        return self._output
+        if self._given_output is not None:
+            return self._given_output
+        if self._transforms is not None and is_of_torchvision_v2(self._transforms):
+            return "tv_tensor"
+        return "tensor" if self.image_transform is None else "pil"
 
     @property
     def aspect(self) -> Aspect:
@@ -239,6 +251,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def transform(self, transform: Transform | None) -> None:
         self._check_transform("transform", transform)
         self._transform = transform
+        self._bind()
 
     @property
     def target_transform(self) -> Transform | None:
@@ -266,15 +279,14 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def transforms(self, transforms: Transforms | None) -> None:
         if isinstance(transforms, StandardTransform):  # what another dataset's `transforms` gave
             self._transforms = None
-            self.transform, self.target_transform = (
-                transforms.transform,
-                transforms.target_transform,
-            )
+            self.transform = transforms.transform
+            self.target_transform = transforms.target_transform
             return
         if transforms is not None and (self.transform or self.target_transform):
             raise _one_or_the_other("transform" if self.transform else "target_transform")
         self._check_transform("transforms", transforms)
         self._transforms = transforms
+        self._bind()
 
     @property
     def image_transform(self) -> Transform | Transforms | None:
@@ -413,10 +425,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._bind()
 
     def _bind(self) -> None:
-        """Choose once how an image and a target are read."""
+        """Choose how an image and a target are read."""
         pixels = self.pixels
         self._image = image_reader(pixels, "images", output=self.output, aspect=self.aspect)
         self._target = self._target_reader()
+        unasked = self._given_aspect is None and self.aspect == "stored"
+        self._warns = unasked and not self._warned
 
     def _target_reader(self) -> Callable[[int], Any]:
         names = self._named_targets
@@ -487,7 +501,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
             return
         if name == "transform" and self._transforms is not None:
             raise _one_or_the_other("transform")
-        if self._unasked and (squeezed := self._squeezed()):
+        gives_stored = self._given_output in ("tensor", "numpy") and self._given_aspect is None
+        if gives_stored and (squeezed := self._squeezed()):
             raise UsageError(
                 f'{name} would see {squeezed}; output="pil" gives PIL images in true proportions, '
                 "as ImageFolder does"
@@ -509,7 +524,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def _warn_squeezed(self, what: str) -> None:
         """Warn, once, where `what` gives squeezed images that nobody asked for."""
-        self._warns = False
+        self._warned, self._warns = True, False
         if squeezed := self._squeezed():
             warnings.warn(f"{what} gives {squeezed}", stacklevel=3)
 

@@ -11,6 +11,7 @@ __all__ = [
     "StandardTransform",
     "cannot_edit",
     "check_imagefolder_arguments",
+    "is_of_torchvision_v2",
     "short_name",
 ]
 
@@ -35,6 +36,11 @@ def check_imagefolder_arguments(loader: Any, is_valid_file: Any) -> None:
             "use torch.utils.data.Subset(ds, [i for i, (path, _) in enumerate(ds.samples) if "
             "is_valid_file(path)])"
         )
+
+
+def is_of_torchvision_v2(transform: Any) -> bool:
+    """Whether it is one of torchvision's v2 transforms, which take a plain tensor for an image."""
+    return type(transform).__module__.startswith("torchvision.transforms.v2")
 
 
 class StandardTransform:
