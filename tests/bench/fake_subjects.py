@@ -58,6 +58,13 @@ class Fake:
         pass
 
 
+class Given(Fake):
+    """Hands out `batches`."""
+
+    def epoch(self):
+        return iter(self.params["batches"])
+
+
 class Clocked(Fake):
     """Brings its own clock to the process that serves it."""
 

@@ -51,10 +51,10 @@ def test_trained_subject_trains_on_what_it_hands_out(tmp_path):
     write_packed(tmp_path / "a.h5", random_images(10), labels=np.arange(10) % 2)
     inner = "h5feed.bench.subjects:SwappedIn"
     subject = Trained(PARAMS | {"inner": inner, "file": str(tmp_path / "a.h5")})
-    before = [p.clone() for p in subject.step.model.parameters()]
+    before = [p.clone() for p in subject.trial.step.net.parameters()]
     sizes = [len(images) for images, _ in subject.epoch()]
     assert sizes == [4, 4, 2]
-    after = list(subject.step.model.parameters())
+    after = list(subject.trial.step.net.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     subject.close()
 
@@ -62,16 +62,20 @@ def test_trained_subject_trains_on_what_it_hands_out(tmp_path):
 def test_synthetic_trains_without_reading(tmp_path):
     subject = Synthetic(PARAMS | {"file": str(tmp_path / "not there")})
     batches = subject.epoch()
-    before = [p.clone() for p in subject.step.model.parameters()]
+    before = [p.clone() for p in subject.trial.step.net.parameters()]
     assert next(batches)[0].data_ptr() == next(batches)[0].data_ptr()
-    after = list(subject.step.model.parameters())
+    after = list(subject.trial.step.net.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([-1] * 4), torch.rand(4, 3), torch.zeros(4, 8, 8)])
 def test_any_labels_can_be_trained_on(labels):
-    subject = Synthetic(PARAMS | {"file": ""})
-    subject.step(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), labels)
+    batch = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), labels
+    with_labels = PARAMS | {"file": "", "inner": "bench.fake_subjects:Given", "batches": [batch]}
+    subject = Trained(with_labels)
+    assert [len(images) for images, _ in subject.epoch()] == [4]
+    assert subject.trial.step.count == 1
+    subject.close()
 
 
 def test_seconds_to_pack_scales_a_sample(tmp_path):
@@ -123,7 +127,7 @@ def test_each_batch_comes_after_the_step_made_with_it(subject):
     one = subject()
     shapes = []
     for count, (images, labels) in enumerate(one.epoch(), 1):
-        assert one._trial.step.count == count
+        assert one.trial.step.count == count
         shapes.append((tuple(images.shape), images.dtype, len(labels)))
     assert shapes == [((4, 3, 16, 16), torch.uint8, 4)] * 3
 
@@ -134,7 +138,7 @@ def test_it_is_measured_as_any_loader_is(subject):
     assert verify(one, expected, 0.0).distinct > 0.5
     window = warm_window(one, expected, seconds=0.01, settle=0.0)
     assert window.images >= 4
-    assert one._trial.step.count * 4 >= window.images + window.warmup_images
+    assert one.trial.step.count * 4 >= window.images + window.warmup_images
 
 
 def test_epochs_differ(subject):

@@ -1,7 +1,7 @@
 """bench-h5 train: what each loader leaves of the speed that the model could train at.
 
-The ceiling is the same model fed with one batch that is on the device already. From the time t of
-a step with a real loader, and t_synthetic without one:
+The step is the trainer's own. The ceiling is the same step fed with one batch that is on the device
+already. From the time t of a step with a real loader, and t_synthetic without one:
 
     accelerator utilization  AU = total_compute_time / total_benchmark_running_time
                                 = t_synthetic / t          (MLPerf Storage's definition [1])
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
 from h5feed.packing.run import pack
 from h5feed.store.read import read_index
-from h5feed.train.config import read_config
-from h5feed.train.models import build_model
-from h5feed.train.trial import endless, open_trial
+from h5feed.train.config import ModelConfig, OptimConfig, SpeedConfig, TrainConfig, read_config
+from h5feed.train.data import Data
+from h5feed.train.loaders import Batch, SyntheticLoader, random_batch
+from h5feed.train.trial import Trial, endless, open_trial
 
 __all__ = [
     "Synthetic",
@@ -64,6 +66,7 @@ __all__ = [
 Tell = Callable[[str], None]
 _SAMPLE = 256  # images packed to learn how long packing takes
 _TRAINED = "h5feed.bench.training:Trained"
+_ENDLESS = sys.maxsize  # batches of a synthetic epoch: its end would cost something
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,118 +204,111 @@ def tiny(num_outputs: int) -> nn.Module:
     )
 
 
-class _Step:
-    """A training step: forward, loss, backward, SGD. Channels last; bfloat16 on a GPU."""
+class _TrainingSubject:
+    """Batches, each handed on once the trainer has made a step with it."""
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        name, outputs = params["model"], params["outputs"]
-        self.device = torch.device(params["device"])
-        model = tiny(outputs) if name == "tiny" else build_model(name, outputs)
-        self.model = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        self.outputs = outputs
-        self._memory = torch.empty(0, device=self.device)
+    dtype = "uint8"
+    layout = "NCHW"
+    note = ""
+    trial: Trial | None = None
 
-    def __call__(self, images: Tensor, labels: Tensor) -> None:
-        """Train on one batch: (B, 3, H, W) uint8 or float in 0…1, labels (B,)."""
-        with self._precision():
-            outputs = self.model(self._floats(images))
-        # Labels of any kind cost the same: unlabeled images and masks count as class 0.
-        wanted = labels if labels.ndim == 1 and not labels.is_floating_point() else None
-        target = torch.zeros(len(images), dtype=torch.int64, device=self.device)
-        if wanted is not None:
-            target = wanted.to(self.device, torch.int64).clamp(0, self.outputs - 1)
-        loss = nn.functional.cross_entropy(outputs.float(), target)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self._stack = ExitStack()
 
-    def _floats(self, images: Tensor) -> Tensor:
-        """Return the batch as channels_last floats in 0…1, bytes in memory used again.
-
-        Fresh memory would cost a CPU as much as the rest of the step: 10,000 page faults, 20 of
-        35 ms, in one process and not in the next; a GPU's allocator gives the same again.
-        """
-        if images.dtype != torch.uint8:
-            return images.contiguous(memory_format=torch.channels_last)
-        if self._memory.shape != images.shape:
-            self._memory = torch.empty(
-                images.shape, device=self.device, memory_format=torch.channels_last
-            )
-        return self._memory.copy_(images).div_(255)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self.device.type != "cuda":
-            return nullcontext()
-        return torch.autocast("cuda", torch.bfloat16)
-
-
-def _inner(params: Mapping[str, Any]) -> Any:
-    module, _, attribute = params["inner"].partition(":")
-    return getattr(importlib.import_module(module), attribute)(params)
-
-
-class Trained:
-    """A loader's subject with a training step behind it."""
-
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        self.inner = _inner(params)
-        self.step = _Step(params)
-        self.dtype, self.layout = self.inner.dtype, self.inner.layout
-        self.note, self.files = self.inner.note, self.inner.files
-
-    def epoch(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each batch once the model was trained on it."""
-        for images, labels in self.inner.epoch():
-            self.step(images, labels)
-            yield images, labels
+    def open(self, config: TrainConfig, data: Data | None = None) -> Trial:
+        """Build the trainer's step; it lasts until `close`."""
+        self.trial = self._stack.enter_context(open_trial(config, data))
+        return self.trial
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        self.inner.synchronize()
+        if self.trial is not None and self.trial.world.device.type == "cuda":
+            torch.cuda.synchronize(self.trial.world.device)
+
+    def close(self) -> None:
+        """Let the trainer go."""
+        self._stack.close()
+
+
+def _open_made_up(subject: _TrainingSubject, params: Mapping[str, Any]) -> Trial:
+    """Open a trainer that asks no file what it holds: any batch can be made a step with."""
+    name, on_gpu = params["model"], params["device"] != "cpu"
+    config = TrainConfig(
+        train=Path(params["file"]),
+        batch_size=params["batch_size"],
+        device=params["device"],
+        model=ModelConfig(model="h5feed.bench.training:tiny" if name == "tiny" else name),
+        optim=OptimConfig(optimizer="sgd", lr=1e-3),
+        speed=SpeedConfig(precision="bf16" if on_gpu else "fp32"),
+    )
+    size, count, outputs = params["crop"], params["batch_size"], params["outputs"]
+    device = torch.device(params["device"])
+    batch = random_batch("classification", outputs, count, size, 0, device)
+    data = Data(
+        task="classification",
+        num_outputs=outputs,
+        mean=(0.0,) * 3,
+        std=(255.0,) * 3,
+        size=size,
+        train_loader=lambda _: SyntheticLoader(batch, _ENDLESS),
+    )
+    return subject.open(config, data)
+
+
+class Trained(_TrainingSubject):
+    """A loader's subject with the trainer's step behind it."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._outputs = params["outputs"]
+        self._trial = _open_made_up(self, params)
+        module, _, attribute = params["inner"].partition(":")
+        self.inner = getattr(importlib.import_module(module), attribute)(params)
+        self.dtype, self.layout = self.inner.dtype, self.inner.layout
+        self.note, self.files = self.inner.note, self.inner.files
+
+    def epoch(self) -> Iterator[Batch]:
+        """Yield each batch once the model was trained on it."""
+        for images, labels in self.inner.epoch():
+            self._trial.step(iter(((images, self._targets(images, labels)),)))
+            yield images, labels
+
+    def _targets(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Labels of any kind cost the same: unlabeled images and masks count as class 0."""
+        if labels.ndim == 1 and not labels.is_floating_point():
+            return labels.to(images.device, torch.int64).clamp(0, self._outputs - 1)
+        return torch.zeros(len(images), dtype=torch.int64, device=images.device)
 
     def close(self) -> None:
         """Close the loader."""
         self.inner.close()
+        super().close()
 
 
-class Synthetic:
+class Synthetic(_TrainingSubject):
     """The ceiling: the same batch again and again, already on the device."""
 
-    dtype = "uint8"
-    layout = "NCHW"
     note = "one batch, already on the device"
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        self.step = _Step(params)
+        super().__init__()
         self.files = [params["file"]]
-        shape = (params["batch_size"], 3, params["crop"], params["crop"])
-        device = self.step.device
-        images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-        # As the model wants it: a ceiling that rearranged its pixels first would be none.
-        self.images = images.contiguous(memory_format=torch.channels_last)
-        self.labels = torch.randint(0, params["outputs"], shape[:1], device=device)
+        trial = _open_made_up(self, params)
+        self._step, self._loader = trial.step, trial.data.train_loader(trial.data.size)
 
-    def epoch(self) -> Iterator[tuple[Any, Any]]:
+    def epoch(self) -> Iterator[Batch]:
         """Train on the batch, endlessly."""
-        while True:
-            self.step(self.images, self.labels)
-            yield self.images, self.labels
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.step.device.type == "cuda":
-            torch.cuda.synchronize(self.step.device)
-
-    def close(self) -> None:
-        """There is nothing to close."""
+        for batch in self._loader:
+            self._step(iter((batch,)))
+            yield batch
 
 
 _AVERAGED = 5
 """The last fifth of the counted steps makes the final loss."""
 
 
-class TrainerSteps:
+class TrainerSteps(_TrainingSubject):
     """Trains from `params["config"]` (a config.json), and yields each batch once it was used.
 
     `params["final_steps"]`: after how many steps the loss is looked at, for all rows alike; 0
@@ -321,24 +317,19 @@ class TrainerSteps:
     what the compiler keeps on the disk.
     """
 
-    dtype = "uint8"
-    layout = "NCHW"
-    note = ""
-
     def __init__(self, params: Mapping[str, Any]) -> None:
+        super().__init__()
         self._config = read_config(Path(params["config"]))
         self._final_steps: int = params["final_steps"]
-        self._stack = ExitStack()
-        self._trial: Any = None
         self._losses: list[Tensor] = []
         self._steps = 0
         self.files = [str(self._config.train)]
 
-    def epoch(self) -> Iterator[tuple[Any, Any]]:
+    def epoch(self) -> Iterator[Batch]:
         """Yield the batches of one epoch, each after the step made with it."""
-        if self._trial is None:
-            self._trial = self._stack.enter_context(open_trial(self._config))
-            self._loader = self._trial.data.train_loader(self._trial.data.size)
+        if self.trial is None:
+            trial = self.open(self._config)
+            self._loader = trial.data.train_loader(trial.data.size)
             self._epoch = 0
         else:
             self._epoch += 1
@@ -350,8 +341,9 @@ class TrainerSteps:
         finally:
             self._give_back()
 
-    def _train(self, batch: Any) -> None:
-        loss, _ = self._trial.step(iter((batch,)))
+    def _train(self, batch: Batch) -> None:
+        assert self.trial is not None
+        loss, _ = self.trial.step(iter((batch,)))
         self._steps += 1
         if self._steps <= self._final_steps:
             self._losses.append(loss)
@@ -360,13 +352,8 @@ class TrainerSteps:
 
     def _give_back(self) -> None:
         """Leave the GPU's memory to the next row; weights and optimizer state stay."""
-        if self._trial.world.device.type == "cuda":
+        if self.trial is not None and self.trial.world.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self._trial is not None and self._trial.world.device.type == "cuda":
-            torch.cuda.synchronize(self._trial.world.device)
 
     def extra(self) -> dict[str, Any]:
         """Return the final loss, making the steps that are missing to it, and the GPU's peak."""
@@ -375,13 +362,10 @@ class TrainerSteps:
             self._train(next(batches))
         batches.close()
         last = self._losses[-max(1, self._final_steps // _AVERAGED) :]
-        device = self._trial.world.device
-        cuda = device.type == "cuda"
+        peak = None
+        if self.trial is not None and self.trial.world.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.trial.world.device)
         return {
             "final_loss": torch.stack(last).mean().item() if last else None,
-            "device_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
+            "device_bytes": peak,
         }
-
-    def close(self) -> None:
-        """Let the trainer go."""
-        self._stack.close()
