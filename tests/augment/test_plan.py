@@ -39,7 +39,12 @@ def test_neighbours_fold_into_one_pass_where_that_is_the_same(ops, passes):
 @pytest.mark.parametrize(
     ("ops", "text"),
     [
-        (["flip"], "augment holds 'flip', which is no op of h5feed.augment"),
+        (
+            ["flip"],
+            "augment holds 'flip', which is no op of h5feed.augment; leave "
+            "it out, or keep all of the transform in H5Dataset(path, transform=...) and use "
+            "make_dataloader",
+        ),
         (
             [Normalize([0.5], [0.5])],
             "Normalize(mean=[0.5], std=[0.5]) works on floats: "

@@ -194,7 +194,7 @@ def test_every_argument_of_a_dataloader_is_known(ds):
         ({"generator": 5}, "generator=5 with seed=0: H5Loader's order is a function of one seed"),
         ({"keys": ("a",)}, "keys=('a',) is not two names, of image and target"),
         ({"keys": "ab"}, "keys='ab' is not two names"),
-        ({"augment": CenterCrop(8)}, "augment=CenterCrop(size=8, mask_fill=0) is no list: give"),
+        ({"augment": CenterCrop(8)}, "augment=CenterCrop(size=8, mask_fill=0) is one op: give"),
         ({"augment": None}, "augment=None is no list"),
     ],
 )

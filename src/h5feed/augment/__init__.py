@@ -31,6 +31,7 @@ from h5feed.augment.mixing import CutMix, MixUp
 from h5feed.augment.ops import Draws, ImageOp, Op
 from h5feed.augment.pipeline import Params, Pipeline
 from h5feed.augment.plan import Kernel
+from h5feed.augment.translate import from_torchvision
 
 __all__ = [
     "AlternatingFlip",
@@ -56,4 +57,5 @@ __all__ = [
     "RandomVerticalFlip",
     "Resize",
     "ToDtype",
+    "from_torchvision",
 ]

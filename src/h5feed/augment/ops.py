@@ -199,7 +199,8 @@ def plain(op: object, **arguments: Any) -> None:
             value = _INTERPOLATIONS.get(value, value)
         elif hasattr(value, "tolist"):  # numpy's and torch's
             value = value.tolist()
-        object.__setattr__(op, name, tuple(value) if isinstance(value, list) else value)
+            value = tuple(value) if isinstance(value, list) else value
+        object.__setattr__(op, name, value)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -16,6 +16,7 @@ from h5feed.augment.frame import Antialias, Floats, Shapes
 from h5feed.augment.mixing import mix_labels, mix_rows
 from h5feed.augment.ops import Draws, Op, Rows
 from h5feed.augment.plan import Kernel, Plan, run_batch, stream
+from h5feed.augment.translate import from_torchvision
 from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ class Pipeline:
             raise UsageError(f'antialias={antialias!r} must be True, False or "auto"')
         if views < 1:
             raise UsageError(f"views={views} must be at least 1")
-        if isinstance(ops, Op):
-            raise UsageError(f"augment={ops!r} is one op: give a list of ops, augment=[...]")
-        self.ops = tuple(ops)
+        self.ops = from_torchvision(ops)
         self.views = views
         self.plan = Plan(self.ops, antialias)
         """What the ops come to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Sampler, Subset
 from typing_extensions import Unpack
 
-from h5feed.augment import Op
+from h5feed.augment import Op, from_torchvision
 from h5feed.augment.geometry import with_size
 from h5feed.augment.mixing import MixOp, NoMix, unmixed
 from h5feed.errors import UsageError
@@ -42,7 +42,6 @@ from h5feed.feed.options import (
     Tail,
     block_length,
     check_choices,
-    check_ops,
     check_ranks,
     check_whole,
     choose_pipeline,
@@ -301,7 +300,8 @@ class H5Loader(PackedLoader):
             `output` or `aspect` but tensors of the images as they are stored.
         batch_size: samples of a batch, of this rank.
         shuffle: False, True, or "block" (for disks that hate seeks: long sequential reads).
-        augment: ops of h5feed.augment, in order.
+        augment: ops of h5feed.augment, in order; or torchvision's Compose, or a list of its
+            transforms, as h5feed.augment.from_torchvision knows them.
         views: how many differently augmented images of each, as a tuple.
         antialias: True, False or "auto", see h5feed.augment.Pipeline.
         device: where batches are delivered: "cpu", "cuda" (or "gpu"), or a torch device.
@@ -353,7 +353,7 @@ class H5Loader(PackedLoader):
         batch_size: int,
         *,
         shuffle: Shuffle = False,
-        augment: Sequence[Op] = (),
+        augment: Sequence[Op] | Callable[..., Any] = (),
         views: int = 1,
         antialias: bool | str = "auto",
         device: str | torch.device = "cpu",
@@ -416,7 +416,7 @@ class H5Loader(PackedLoader):
             "target": packed.target,
             "keys": packed.keys if keys is None else checked_keys(keys),
         }
-        self._ops: tuple[Op, ...] = check_ops(augment)
+        self._ops: tuple[Op, ...] = from_torchvision(augment)
         self._build()
         idle = num_workers == "auto" and not self._builder.fields  # the device does it all
         self.num_workers = 1 if idle else choose_workers(num_workers, self._transfer.device)
@@ -493,7 +493,7 @@ class H5Loader(PackedLoader):
         if not enabled:
             self._change([unmixed(op) for op in self._ops])
         elif not self.mixup_enabled:
-            given = check_ops(self._arguments["augment"])
+            given = from_torchvision(self._arguments["augment"])
             if not any(isinstance(op, MixOp) for op in given):
                 raise UsageError(
                     f"mixup_enabled=True, and augment={given!r} has no MixUp and no CutMix: give "
@@ -642,7 +642,8 @@ def check_arguments(ds: Any, **numbers: Any) -> None:
         name = "transform" if ds.transform is not None else "transforms"
         raise UsageError(
             f"ds.{name}={ds.image_transform!r} would have to run in Python for every image: give "
-            "H5Loader ops of h5feed.augment instead, or use make_dataloader"
+            "it to H5Loader as augment=, which takes torchvision's transforms and ops of "
+            "h5feed.augment, or use make_dataloader"
         )
     if ds.output != "tensor" or ds.aspect != "stored":
         raise UsageError(

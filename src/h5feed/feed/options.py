@@ -27,7 +27,6 @@ __all__ = [
     "bind_pipeline",
     "block_length",
     "check_choices",
-    "check_ops",
     "check_ranks",
     "check_whole",
     "choose_pipeline",
@@ -61,15 +60,6 @@ def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
             raise UsageError(f"{name}={value!r} is none of {', '.join(choices)}")
     if not isinstance(lookahead, int) or lookahead < 0:
         raise UsageError(f"lookahead={lookahead!r} must be a number of bytes, 0 for none")
-
-
-def check_ops(augment: Any) -> tuple[Op, ...]:
-    """Return the ops as a tuple; UsageError for what is no list of ops."""
-    if isinstance(augment, Op) or not isinstance(augment, Sequence):
-        raise UsageError(
-            f"augment={augment!r} is no list: give a list of ops of h5feed.augment, augment=[...]"
-        )
-    return tuple(augment)
 
 
 def check_ranks(rank: int | None, world_size: int | None) -> None:
