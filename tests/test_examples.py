@@ -8,7 +8,9 @@ import pytest
 from packed import further_fields, random_images, write_packed
 from packing.folders import make_folder
 
-AUGMENT = ["affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline"]
+AUGMENT = [
+    "affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline", "places",
+]  # fmt: skip
 FEED = ["dataloader", "dataset", "fields", "loader", "sampling", "tune"]
 MODULES = [
     *(f"h5feed.augment.{name}" for name in AUGMENT),

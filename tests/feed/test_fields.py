@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
-from h5feed.store.fields import FieldValues
+from h5feed.store.fields import FieldType, FieldValues
 from packed import further_fields, random_images, write_packed
+
+
+class Shifted(augment.ImageOp):
+    """An op that moves masks, and nothing else."""
+
+    def mask(self, rows):
+        return None
+
+    def __repr__(self):
+        return "Shifted()"
+
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 
@@ -150,8 +161,8 @@ def test_several_files_are_one_column(tmp_path, path):
 @pytest.mark.parametrize(
     ("target", "ops", "said"),
     [
-        ("boxes", CROP, "ops do not move boxes and keypoints"),
-        (("label", "boxes"), CROP, "ops do not move boxes and keypoints"),
+        ("boxes", (Shifted(),), r"Shifted\(\) moves masks and does not say where boxes go"),
+        (("label", "boxes"), (Shifted(), *CROP), "does not say where boxes go: give it a method m"),
         (("label", "price"), (*CROP, augment.MixUp()), "labels are mixed alone"),
     ],
 )
@@ -178,3 +189,54 @@ def test_bytes_that_are_no_text_name_their_item(path):
     assert dataset(path).fields["caption"][2] == "image 2"
     assert not dataset(path).pixels.is_intact(3)
     assert dataset(path).pixels.is_intact(2)
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_boxes_and_what_belongs_to_them_go_with_their_images(tmp_path, views):
+    """Each box is white in a black image: it is where the batch's image is white."""
+    kind = FieldType(kind="boxes", dtype="float32", shape=(4,))
+    both = {"kinds": FieldType(kind="array", dtype="int64", rows_of="boxes")}
+    points = FieldType(kind="keypoints", dtype="float32", shape=(1, 3))
+    images, boxes, kinds, spots = [], [], [], []
+    for k in range(8):
+        image = np.zeros((64, 64, 3), np.uint8)
+        image[10 + k : 40, 8 : 30 + k] = 255
+        images.append(image)
+        boxes.append([[8, 10 + k, 30 + k, 40], [60, 60, 61, 61]])
+        kinds.append([k, 99])
+        spots.append([[[20, 25, 2]]])
+    further = {
+        "boxes": FieldValues.of_arrays(boxes, kind),
+        "kinds": FieldValues.of_arrays(kinds, both["kinds"]),
+        "spots": FieldValues.of_arrays(spots, points),
+    }
+    path = write_packed(tmp_path / "a.h5", images, further=further)
+    ds = H5Dataset(path, target=("boxes", "kinds", "spots", "label"))
+    ops = (augment.RandomResizedCrop(48, scale=(0.5, 1.0)), augment.RandomHorizontalFlip())
+    ops += (augment.SanitizeBoundingBoxes(min_size=4),)
+    with H5Loader(ds, 4, augment=ops, shuffle=True, views=views, with_index=True) as loader:
+        for batch, target, index in loader:
+            for view in range(views):
+                pixels = batch[view] if views > 1 else batch
+                moved = [target[n][view] if views > 1 else target[n] for n in ("boxes", "kinds")]
+                for i, (one, of) in enumerate(zip(*moved, strict=True)):
+                    assert of.tolist() == [index[i]]  # the small one is left out, with its class
+                    rows, columns = np.nonzero(pixels[i, 0].numpy() > 127)
+                    found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+                    np.testing.assert_allclose(one[0], found, atol=1.5)
+            assert len(target["label"]) == 4
+            seen = target["spots"][0] if views > 1 else target["spots"]
+            assert all(spot.shape == (1, 1, 3) for spot in seen)
+
+
+def test_fields_of_boxes_alone_are_filtered_as_their_boxes_are(tmp_path):
+    kind = FieldType(kind="boxes", dtype="float32", shape=(4,))
+    further = {
+        "boxes": FieldValues.of_arrays([[[0, 0, 4, 4], [10, 10, 20, 20]]] * 4, kind),
+        "kinds": FieldValues.of_arrays(
+            [[1, 2]] * 4, FieldType(kind="array", dtype="int64", rows_of="boxes")
+        ),
+    }
+    path = write_packed(tmp_path / "a.h5", random_images(4), further=further)
+    with H5Loader(H5Dataset(path, target="kinds"), 4, augment=[augment.CenterCrop(16)]) as loader:
+        assert [kinds.tolist() for kinds in next(iter(loader))[1]] == [[2]] * 4

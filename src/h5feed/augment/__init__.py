@@ -30,6 +30,7 @@ from h5feed.augment.geometry import (
 from h5feed.augment.mixing import CutMix, MixUp
 from h5feed.augment.ops import Draws, ImageOp, Op
 from h5feed.augment.pipeline import Params, Pipeline
+from h5feed.augment.places import Moves, SanitizeBoundingBoxes
 from h5feed.augment.plan import Kernel
 from h5feed.augment.translate import from_torchvision
 
@@ -44,6 +45,7 @@ __all__ = [
     "ImageOp",
     "Kernel",
     "MixUp",
+    "Moves",
     "Normalize",
     "Op",
     "Params",
@@ -56,6 +58,7 @@ __all__ = [
     "RandomResizedCrop",
     "RandomVerticalFlip",
     "Resize",
+    "SanitizeBoundingBoxes",
     "ToDtype",
     "from_torchvision",
 ]

@@ -24,6 +24,7 @@ from h5feed.augment.ops import (
     plain,
     refuse,
 )
+from h5feed.augment.places import Moves, warp_moves
 
 if TYPE_CHECKING:
     import torch
@@ -136,6 +137,10 @@ class RandomAffine(ImageOp):
     def mask(self, rows: Rows) -> CpuStep:
         """Return the step that warps mask i of the chunk."""
         return self._warp(rows, cv2.INTER_NEAREST, (self.mask_fill,))
+
+    def moves(self, rows: Rows, size: Floats) -> Moves:
+        """Return where boxes and keypoints go."""
+        return warp_moves(rows.reshape(-1, 2, 3), size)
 
     def _warp(self, rows: Rows, interpolation: int, fill: tuple[float, ...]) -> CpuStep:
         maps = rows.reshape(-1, 2, 3)

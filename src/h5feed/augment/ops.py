@@ -16,6 +16,7 @@ from h5feed.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from h5feed.augment.places import Moves
     from h5feed.augment.plan import Plan
 
 __all__ = [
@@ -161,6 +162,13 @@ class ImageOp(Op):
 
     def mask(self, rows: Rows) -> CpuStep | None:
         """Return the step for a chunk of masks (h, w); None where masks stay as they are."""
+        return None
+
+    def moves(self, rows: Rows, size: Floats) -> Moves | None:
+        """Return where boxes and keypoints go; None where they stay as they are.
+
+        rows: (M, columns), size: (M, 2) width and height of the images, one row per box.
+        """
         return None
 
     def device(

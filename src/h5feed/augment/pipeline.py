@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from h5feed.augment.cpu import Image
 from h5feed.augment.device import CompiledBatch
 from h5feed.augment.floats import row_dtype
-from h5feed.augment.frame import Antialias, Floats, Shapes
+from h5feed.augment.frame import Antialias, Floats, Ints, Shapes
 from h5feed.augment.mixing import mix_labels, mix_rows
 from h5feed.augment.ops import Draws, Op, Rows
+from h5feed.augment.places import moved_boxes, moved_keypoints
 from h5feed.augment.plan import Kernel, Plan, run_batch, stream
 from h5feed.augment.translate import from_torchvision
 from h5feed.errors import UsageError
@@ -238,6 +239,33 @@ class Pipeline:
         masks[i]: uint8 (h, w, 1), of its image's stored size. Thread-safe.
         """
         self.plan.run_masks(self._rows(params, k0, len(masks), view), masks, out)
+
+    def move_boxes(
+        self, params: Params, boxes: Floats, item: Ints, sizes: Ints, *, view: int = 0
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return boxes (M, 4) in the images that the ops make, and which are left (M,).
+
+        boxes: left, top, right and bottom in stored pixels. item: (M,) which image of the batch
+        each is in. sizes: (B, 2) stored heights and widths. A box that is turned becomes the one
+        around it; `SanitizeBoundingBoxes` says which are left.
+        """
+        return moved_boxes(self.plan, params.views[view], boxes, item, sizes)
+
+    def move_keypoints(
+        self,
+        params: Params,
+        points: Floats,
+        item: Ints,
+        sizes: Ints,
+        *,
+        swap: Sequence[int] = (),
+        view: int = 0,
+    ) -> Floats:
+        """Return keypoints (M, K, 3) of x, y and visibility in the images that the ops make.
+
+        Those outside are zeros. swap: which one each becomes in a mirrored image.
+        """
+        return moved_keypoints(self.plan, params.views[view], points, item, sizes, swap)
 
     def mix_rows(self, params: Params, rows: Image) -> None:
         """Mix the images of a whole batch (B, H, W, C) of slot memory in place, once all are made.

@@ -22,6 +22,7 @@ from h5feed.augment.floats import FloatStage
 from h5feed.augment.frame import (
     COLUMNS,
     Antialias,
+    Floats,
     Frame,
     Interpolation,
     Ints,
@@ -31,6 +32,7 @@ from h5feed.augment.frame import (
 from h5feed.augment.geometry import AxisOp
 from h5feed.augment.mixing import MixOp, mix_images
 from h5feed.augment.ops import CpuStep, Draws, ImageOp, Op, Rows
+from h5feed.augment.places import Moves, SanitizeBoundingBoxes, crop_moves
 from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class OpStage:
         self.columns, self.resamples = op.columns, op.resamples
         self.size_after = op.size_after
         self.cpu, self.mask, self.device = op.cpu, op.mask, op.device
+        self.moves = op.moves
 
     def draw(self, draws: Draws, view: int, shapes: Shapes) -> tuple[Rows, Shapes]:
         """Return the parameters (B, columns) of a batch, and what its images become."""
@@ -161,6 +164,10 @@ class CropStage:
 
         return step
 
+    def moves(self, rows: Rows, size: Floats) -> Moves:
+        """Return where boxes and keypoints go."""
+        return crop_moves(rows)
+
     def device(
         self, rows: torch.Tensor, images: torch.Tensor, size: tuple[int, int]
     ) -> torch.Tensor:
@@ -188,6 +195,7 @@ class Plan:
         self.after: list[Stage] = []
         self.mix: tuple[int, MixOp] | None = None
         self.channels = 3
+        self.sanitize = SanitizeBoundingBoxes()
         for position, op in enumerate(ops):
             if not isinstance(op, Op):
                 raise UsageError(f"augment holds {op!r}, which is no op of h5feed.augment")
@@ -230,6 +238,17 @@ class Plan:
             raise UsageError(f"{op!r} works on bytes: put it before ToDtype")
         if self.channels == 1 and getattr(op, "needs_color", False):
             raise UsageError(f"{op!r} works on colors: put it before Grayscale")
+
+    def check_moves(self, what: str) -> None:
+        """Raise UsageError for an op that moves masks, and says nothing of boxes and keypoints."""
+        for stage in self.stages:
+            if isinstance(stage, OpStage):
+                kind = type(stage.op)
+                if kind.mask is not ImageOp.mask and kind.moves is ImageOp.moves:
+                    raise UsageError(
+                        f"{stage.op!r} moves masks and does not say where {what} go: give it a "
+                        "method moves(rows, size), as h5feed.augment.ImageOp describes"
+                    )
 
     def kernel(self, rows: Sequence[Rows]) -> Kernel:
         """Return the function that makes the images of a chunk, whose rows are given per stage."""

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import UsageError
 from h5feed.feed.device import DeviceTransfer, Resident
-from h5feed.feed.fields import field_batch, is_place
+from h5feed.feed.fields import field_batch, is_place, moved_batch
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.memory import Ring, Slot
 from h5feed.feed.options import OnError
@@ -147,9 +147,10 @@ class BatchBuilder:
 
         transform, dtype = self._target_transform, self._target_dtype
         if isinstance(self._named, tuple):
-            return {part: self._value(part, indices, masks) for part in self._named}
+            moved = self._moved(indices, params)
+            return {part: self._value(part, indices, masks, moved) for part in self._named}
         if self._named not in (None, "label", "mask"):
-            values = self._value(self._named, indices, masks)
+            values = self._value(self._named, indices, masks, self._moved(indices, params))
             return values if transform is None else transform_targets(values, transform, name)
         if not masks:
             labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
@@ -175,11 +176,7 @@ class BatchBuilder:
             return
         places = [n for n in self._names if is_place(self.pixels, n)]
         if places and self.pipeline is not None:
-            raise UsageError(
-                f"target={places[0]!r} with augment={self.pipeline.ops!r}: H5Loader's ops do not "
-                "move boxes and keypoints with their images yet; leave augment out, or transform "
-                "samples of H5Dataset"
-            )
+            self.pipeline.plan.check_moves(" and ".join(places))
         kind = self.pixels.field_types.get(str(self._named))
         if self._target_transform is not None and (kind is None or not kind.is_fixed):
             raise UsageError(
@@ -193,15 +190,31 @@ class BatchBuilder:
                 'alone; give target="label"'
             )
 
-    def _value(self, name: str, indices: Indices, masks: dict[str, Any]) -> Any:
-        """Return one of several targets of a batch, as it is stored, on the device."""
+    def _moved(self, indices: Indices, params: Params | None) -> dict[str, Any]:
+        """Return the targets that go where the images' ops take them."""
+        places = [name for name in self._names if is_place(self.pixels, name)]
+        if params is None or self.pipeline is None or not places:
+            return {}
+        return moved_batch(self.pixels, places, indices, self.pipeline, params)
+
+    def _value(
+        self, name: str, indices: Indices, masks: dict[str, Any], moved: dict[str, Any]
+    ) -> Any:
+        """Return one of several targets of a batch, on the device."""
+        if name in moved:
+            return self._each(moved[name])
         if name == "mask":
             return transform_targets(masks["masks"], None, str, self._target_dtype)
         if name == "label":
             labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
             return self._small(labels.to(self._target_dtype or labels.dtype))
-        values = field_batch(self.pixels, name, indices)
-        return [self._small(v) for v in values] if isinstance(values, list) else self._small(values)
+        return self._each(field_batch(self.pixels, name, indices))
+
+    def _each(self, values: Any) -> Any:
+        """Return a tensor, or every one of a list or tuple, on the device."""
+        if isinstance(values, list | tuple):
+            return type(values)(map(self._each, values))
+        return self._small(values)
 
     def _small(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and tensor.device != self.transfer.device:

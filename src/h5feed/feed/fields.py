@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h5feed.augment import Params, Pipeline
 from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
 from h5feed.store import FieldType
@@ -22,6 +23,7 @@ __all__ = [
     "field_batch",
     "field_value",
     "is_place",
+    "moved_batch",
     "target_names",
 ]
 
@@ -132,9 +134,9 @@ def target_names(target: Target, pixels: PackedFiles) -> tuple[str, ...] | str |
 
 
 def is_place(pixels: PackedFiles, name: str) -> bool:
-    """Whether a field says where in the stored image something is."""
+    """Whether a field says where in the image something is, or belongs to boxes that do."""
     kind = pixels.field_types.get(name)
-    return kind is not None and kind.kind in ("boxes", "keypoints")
+    return kind is not None and (kind.kind in ("boxes", "keypoints") or bool(kind.rows_of))
 
 
 def field_value(pixels: PackedFiles, name: str, output: str) -> Callable[[int], Any]:
@@ -148,6 +150,60 @@ def field_value(pixels: PackedFiles, name: str, output: str) -> Callable[[int], 
         return torch.tensor(value) if isinstance(value, np.ndarray) else value
 
     return in_tensor
+
+
+def moved_batch(
+    pixels: PackedFiles, names: Sequence[str], indices: Indices, pipeline: Pipeline, params: Params
+) -> dict[str, Any]:
+    """Return the fields `names` that are boxes, keypoints, or rows of boxes, as images moved them.
+
+    Each a list of tensors, one per image; with several views a tuple of such lists.
+    """
+    views = [
+        _moved_view(pixels, names, indices, pipeline, params, v) for v in range(pipeline.views)
+    ]
+    if len(views) == 1:
+        return views[0]
+    return {name: tuple(view[name] for view in views) for name in names}
+
+
+def _moved_view(
+    pixels: PackedFiles,
+    names: Sequence[str],
+    indices: Indices,
+    pipeline: Pipeline,
+    params: Params,
+    view: int,
+) -> dict[str, list[Tensor]]:
+    sizes = pixels.stored_shapes[indices].astype(np.int64)
+    left: dict[str, NDArray[np.bool_]] = {}
+
+    def together(name: str) -> tuple[NDArray[Any], Indices]:
+        """Return the rows of all images, and which image each is of."""
+        parts = [FieldColumn(pixels, name).read(index) for index in indices.tolist()]
+        return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+
+    def boxes(name: str) -> NDArray[Any]:
+        rows, item = together(name)
+        moved, left[name] = pipeline.move_boxes(params, rows, item, sizes, view=view)
+        return moved
+
+    made = {}
+    for name in names:
+        kind = pixels.field_types[name]
+        rows, item = together(name)
+        if kind.kind == "boxes":
+            rows = boxes(name)
+        elif kind.kind == "keypoints":
+            rows = pipeline.move_keypoints(params, rows, item, sizes, swap=kind.swap, view=view)
+        of = name if kind.kind == "boxes" else kind.rows_of
+        if of:
+            if of not in left:
+                boxes(of)
+            rows, item = rows[left[of]], item[left[of]]
+        ends = np.searchsorted(item, np.arange(1, len(indices))).tolist()
+        made[name] = list(torch.from_numpy(rows.astype(kind.dtype)).tensor_split(ends))
+    return made
 
 
 def field_batch(
