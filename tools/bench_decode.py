@@ -23,7 +23,7 @@ from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.augment.cpu import crop_image
 from h5feed.bench.system import describe_machine, machine_facts
 from h5feed.feed.files import PackedFiles
-from h5feed.feed.random import Draws
+from h5feed.feed.random import SeededDraws
 from h5feed.feed.sampling import Drawing
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region, read_header
 
@@ -36,7 +36,7 @@ def boxes_of(pixels: PackedFiles, items: np.ndarray, side: int) -> list[Box]:
     """Return the boxes that RandomResizedCrop(side) reads of each image."""
     pipeline = Pipeline([RandomResizedCrop(side)])
     pipeline.bind(None)
-    params = Drawing(pixels, pipeline)(Draws(0, 0, items), items)
+    params = Drawing(pixels, pipeline)(SeededDraws(0, 0, items), items)
     return [tuple(row) for row in pipeline.source_rows(params).tolist()]
 
 

@@ -1,6 +1,6 @@
 """How every plot of h5feed looks: one size of type, one set of colors, bars of one kind.
 
-Pictures stay readable at half their size, tell colors apart for color-blind readers (the palette
+Plots stay readable at half their size, tell colors apart for color-blind readers (the palette
 of Okabe and Ito, https://jfly.uni-koeln.de/color), and name their units. Nothing here uses pyplot:
 no display is needed, and no global state is left behind.
 """

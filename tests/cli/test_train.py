@@ -1,4 +1,3 @@
-import importlib
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from h5feed.cli import ablate, find_batch, find_lr, train
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.cli.train import main
 from h5feed.train import TrainConfig, read_config, write_config
@@ -89,10 +89,17 @@ def test_the_last_config_counts(paths, tmp_path):
     assert seen[0].config == tmp_path / "a.json"
 
 
-@pytest.mark.parametrize("name", ["train", "find_lr", "find_batch", "ablate"])
-def test_what_is_not_given_is_the_default(name):
+@pytest.mark.parametrize(
+    "command",
+    [
+        train._TrainCommand,
+        find_lr._FindLrCommand,
+        find_batch._FindBatchCommand,
+        ablate._AblateCommand,
+    ],
+)
+def test_what_is_not_given_is_the_default(command):
     """No placeholder of the command line's parser may reach a run."""
-    command = importlib.import_module(f"h5feed.cli.{name}")._Command
     seen = []
     assert run_training_command(command, seen.append, prog="p", args=["t.h5", "--lr", "0.5"]) == 0
     expected = TrainConfig(train=Path("t.h5"), optim=OptimConfig(lr=0.5))

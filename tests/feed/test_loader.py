@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.feed.image import JpegItems
-from h5feed.feed.random import Draws
+from h5feed.feed.random import SeededDraws
 from h5feed.feed.rows import Augmented, WholeItems
 from images import smooth
 from loaders import KINDS, ONE_SIZE, assert_same, by_index, write_kind
@@ -91,7 +91,7 @@ def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
         stored = pixels.stored_shapes[[index]]
         pipeline.bind(tuple(stored[0].tolist()), encoding="yuv420" if yuv else "raw")
         params = pipeline.draw(
-            Draws(3, 0, np.array([index])),
+            SeededDraws(3, 0, np.array([index])),
             stored,
             stored if kind == "crop" else pixels.source_shapes[[index]],
             None if pixels.letterbox is None else pixels.letterbox[[index]],

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from h5feed.feed.random import Draws, hash_ints, mix64
+from h5feed.feed.random import SeededDraws, hash_ints, mix64
 
 # Thresholds below are for fixed seeds, so a test passes or fails for good; each says how often
 # true randomness would exceed it.
@@ -27,7 +27,7 @@ def chi_square_z(counts):
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**200])
 def test_uniform_is_uniform(seed):
-    u = Draws(seed, 3, np.arange(100_000)).uniform(7, 4)
+    u = SeededDraws(seed, 3, np.arange(100_000)).uniform(7, 4)
     assert u.shape == (100_000, 4)
     assert u.dtype == np.float64
     assert u.min() >= 0
@@ -38,7 +38,7 @@ def test_uniform_is_uniform(seed):
 
 
 def test_every_bit_is_fair():
-    u = Draws(5, 0, np.arange(100_000)).uniform(0, 1)[:, 0]
+    u = SeededDraws(5, 0, np.arange(100_000)).uniform(0, 1)[:, 0]
     integers = (u * 2**53).astype(np.uint64)
     assert (integers == u * 2**53).all()
     ones = [int((integers >> np.uint64(bit) & np.uint64(1)).sum()) for bit in range(53)]
@@ -48,15 +48,19 @@ def test_every_bit_is_fair():
 def neighbours():
     """Pairs of columns of numbers that differ in one argument by one."""
     index = np.arange(50_000)
-    base = Draws(0, 0, index).uniform(0, 2)
+    base = SeededDraws(0, 0, index).uniform(0, 2)
     yield "column", base[:, 0], base[:, 1]
     yield "index", base[:-1, 0], base[1:, 0]
-    yield "epoch", base[:, 0], Draws(0, 1, index).uniform(0, 1)[:, 0]
-    yield "seed", base[:, 0], Draws(1, 0, index).uniform(0, 1)[:, 0]
-    yield "stream", base[:, 0], Draws(0, 0, index).uniform(1, 1)[:, 0]
-    yield "view", base[:, 0], Draws(0, 0, index).uniform(1 << 16, 1)[:, 0]
-    yield "seed against epoch", Draws(1, 0, index).uniform(0, 1), Draws(0, 1, index).uniform(0, 1)
-    yield "repeat", base[:, 0], Draws(0, 0, index + (1 << 40)).uniform(0, 1)[:, 0]
+    yield "epoch", base[:, 0], SeededDraws(0, 1, index).uniform(0, 1)[:, 0]
+    yield "seed", base[:, 0], SeededDraws(1, 0, index).uniform(0, 1)[:, 0]
+    yield "stream", base[:, 0], SeededDraws(0, 0, index).uniform(1, 1)[:, 0]
+    yield "view", base[:, 0], SeededDraws(0, 0, index).uniform(1 << 16, 1)[:, 0]
+    yield (
+        "seed against epoch",
+        SeededDraws(1, 0, index).uniform(0, 1),
+        SeededDraws(0, 1, index).uniform(0, 1),
+    )
+    yield "repeat", base[:, 0], SeededDraws(0, 0, index + (1 << 40)).uniform(0, 1)[:, 0]
 
 
 @pytest.mark.parametrize(("a", "b"), [(a, b) for _, a, b in neighbours()], ids=lambda _: "")
@@ -68,22 +72,22 @@ def test_neighbours_are_independent(a, b):
 
 def test_numbers_belong_to_the_sample_not_to_the_batch():
     index = np.arange(1000)
-    whole = Draws(9, 2, index).uniform(3, 5)
+    whole = SeededDraws(9, 2, index).uniform(3, 5)
     some = np.array([999, 0, 500])
-    np.testing.assert_array_equal(Draws(9, 2, some).uniform(3, 5), whole[some])
-    np.testing.assert_array_equal(Draws(9, 2, index).uniform(3, 2), whole[:, :2])
-    np.testing.assert_array_equal(Draws(9, 2, index, batch=77).uniform(3, 5), whole)
+    np.testing.assert_array_equal(SeededDraws(9, 2, some).uniform(3, 5), whole[some])
+    np.testing.assert_array_equal(SeededDraws(9, 2, index).uniform(3, 2), whole[:, :2])
+    np.testing.assert_array_equal(SeededDraws(9, 2, index, batch=77).uniform(3, 5), whole)
 
 
 def test_batch_numbers_belong_to_the_batch():
-    a = Draws(9, 2, np.arange(4), batch=0).batch_uniform(3, 6)
-    np.testing.assert_array_equal(Draws(9, 2, np.arange(8), batch=0).batch_uniform(3, 6), a)
+    a = SeededDraws(9, 2, np.arange(4), batch=0).batch_uniform(3, 6)
+    np.testing.assert_array_equal(SeededDraws(9, 2, np.arange(8), batch=0).batch_uniform(3, 6), a)
     others = [
-        Draws(9, 2, np.arange(4), batch=1).batch_uniform(3, 6),
-        Draws(9, 3, np.arange(4), batch=0).batch_uniform(3, 6),
-        Draws(8, 2, np.arange(4), batch=0).batch_uniform(3, 6),
-        Draws(9, 2, np.arange(4), batch=0).batch_uniform(4, 6),
-        Draws(9, 2, np.arange(4), batch=0).uniform(3, 6)[0],
+        SeededDraws(9, 2, np.arange(4), batch=1).batch_uniform(3, 6),
+        SeededDraws(9, 3, np.arange(4), batch=0).batch_uniform(3, 6),
+        SeededDraws(8, 2, np.arange(4), batch=0).batch_uniform(3, 6),
+        SeededDraws(9, 2, np.arange(4), batch=0).batch_uniform(4, 6),
+        SeededDraws(9, 2, np.arange(4), batch=0).uniform(3, 6)[0],
     ]
     assert a.shape == (6,)
     assert not any(np.isin(a, other).any() for other in others)
@@ -91,7 +95,7 @@ def test_batch_numbers_belong_to_the_batch():
 
 def test_the_numbers_stay_what_they_are():
     """A checkpoint of today must go on with the same crops under the next version."""
-    got = Draws(42, 7, np.array([0, 1, 10**9])).uniform(2, 2)
+    got = SeededDraws(42, 7, np.array([0, 1, 10**9])).uniform(2, 2)
     np.testing.assert_array_equal(
         got,
         [

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from h5feed import BlockShuffleSampler, H5Dataset, H5Loader, ShuffleSampler, UsageError
 from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.feed.order import FullShuffle
-from h5feed.feed.random import Draws
+from h5feed.feed.random import SeededDraws
 from h5feed.feed.sampling import Drawing, SampleOrder, Steps
 from loaders import write_kind
 
@@ -120,7 +120,7 @@ def draw(pixels, indices):
     pipeline = Pipeline([RandomResizedCrop(16)])
     pipeline.bind((32, 32))
     drawing = Drawing(pixels, pipeline)
-    return lambda: drawing(Draws(1, 0, indices), indices)
+    return lambda: drawing(SeededDraws(1, 0, indices), indices)
 
 
 @pytest.mark.parametrize("fit", ["stretch", "crop"])

@@ -8,7 +8,7 @@ import torch
 
 from h5feed import augment
 from h5feed.feed.files import PackedFiles
-from h5feed.feed.random import Draws
+from h5feed.feed.random import SeededDraws
 from h5feed.interop.dali.graph import Nv12Planes
 from h5feed.interop.dali.parts import Box, dali, make_steps, types
 from h5feed.jpeg import nv12_to_rgb
@@ -44,7 +44,7 @@ def noise(sizes=SIZES):
 def drawn(pipeline, images):
     """The parameters of a batch."""
     sizes = np.array([image.shape[:2] for image in images])
-    return pipeline.draw(Draws(0, 0, np.arange(len(images))), sizes, sizes)
+    return pipeline.draw(SeededDraws(0, 0, np.arange(len(images))), sizes, sizes)
 
 
 def by_kernel(pipeline, params, images):
@@ -138,7 +138,7 @@ def test_planes_become_the_rgb_of_cv2(tmp_path, side):
     pipeline = augment.Pipeline((augment.RandomResizedCrop(8, scale=(0.01, 1)),), views=2)
     pipeline.bind(side, encoding="yuv420")
     sizes = np.tile(side, (COUNT, 1))
-    params = pipeline.draw(Draws(0, 0, np.arange(COUNT)), sizes, sizes)
+    params = pipeline.draw(SeededDraws(0, 0, np.arange(COUNT)), sizes, sizes)
     source = Nv12Planes(files, views=2, on_gpu=False)
     arrays = source.feed(np.arange(COUNT), params, ())
     made = dali.Pipeline(batch_size=COUNT, num_threads=2, device_id=None)

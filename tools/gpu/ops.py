@@ -19,7 +19,7 @@ from h5feed.augment import (
     RandomResizedCrop,
     ToDtype,
 )
-from h5feed.feed.random import Draws
+from h5feed.feed.random import SeededDraws
 
 __all__ = ["measure_ops"]
 
@@ -62,7 +62,7 @@ def _measure(
     pipeline = Pipeline(ops)
     pipeline.bind((stored, stored), encoding=encoding)
     sizes = np.full((batch_size, 2), stored)
-    params = pipeline.draw(Draws(0, 0, np.arange(batch_size)), sizes, sizes * [3, 4])
+    params = pipeline.draw(SeededDraws(0, 0, np.arange(batch_size)), sizes, sizes * [3, 4])
     shape = (stored * 3 // 2, stored) if encoding == "yuv420" else (stored, stored, 3)
     batch = torch.randint(0, 256, (batch_size, *shape), dtype=torch.uint8).to(device)
 

@@ -15,7 +15,7 @@ import torch
 
 from h5feed import H5Dataset, H5Loader
 from h5feed.augment import Op, Pipeline, RandomHorizontalFlip, RandomResizedCrop
-from h5feed.feed.random import Draws
+from h5feed.feed.random import SeededDraws
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region
 
 CROP = (RandomResizedCrop(224), RandomHorizontalFlip())
@@ -60,7 +60,7 @@ def bare(
     size = pipeline.bind((spec.height, spec.width))
     order = np.random.default_rng(0).permutation(count)
     params = pipeline.draw(
-        Draws(0, 0, order), pixels.stored_shapes[order], pixels.source_shapes[order]
+        SeededDraws(0, 0, order), pixels.stored_shapes[order], pixels.source_shapes[order]
     )
     rows, items = params.views[0][0].tolist(), order.tolist()
     view = _view(pixels, region)

@@ -225,7 +225,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
+class _PlannedRow:
     """A row to be measured."""
 
     name: str
@@ -268,7 +268,9 @@ def ablate(config: TrainConfig, options: AblateOptions, tell: Tell = lambda _: N
     )
 
 
-def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) -> list[_Planned]:
+def _plan(
+    config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions
+) -> list[_PlannedRow]:
     """Cumulative rows, then all without each, then all with gradient checkpointing."""
     # Without the step from folder to packed file, everything is measured on the packed file.
     packs = any(trick.apply is packed for trick in tricks)
@@ -279,7 +281,7 @@ def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) 
         group: Group,
         on: Sequence[Trick],
         trick: Trick | None,
-    ) -> _Planned:
+    ) -> _PlannedRow:
         made = base
         for one in on:
             made = one.apply(made)
@@ -289,7 +291,7 @@ def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) 
         if made.data.loader == "imagefolder":
             assert options.images is not None
             made = replace(made, train=options.images)
-        return _Planned(
+        return _PlannedRow(
             name=name, group=group, tricks=tuple(on), trick=trick, config=made, synthetic=free
         )
 
@@ -308,7 +310,7 @@ def _plan(config: TrainConfig, tricks: Sequence[Trick], options: AblateOptions) 
 
 
 def _measure(
-    rows: Sequence[_Planned], images: int, options: AblateOptions, scratch: Path, tell: Tell
+    rows: Sequence[_PlannedRow], images: int, options: AblateOptions, scratch: Path, tell: Tell
 ) -> dict[TrainConfig, Outcome]:
     """Measure every configuration of `rows` once, synthetic ones too."""
     wanted: dict[TrainConfig, Entry] = {}
@@ -349,7 +351,7 @@ def _entry(
 
 
 def _rows(
-    rows: Sequence[_Planned], found: dict[TrainConfig, Outcome], images: int
+    rows: Sequence[_PlannedRow], found: dict[TrainConfig, Outcome], images: int
 ) -> Iterable[Row]:
     rates = {row.name: found[row.config].rate for row in rows}
     cumulative = [row.name for row in rows if row.group == "cumulative"]

@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command(RunOptions):
+class _AblateCommand(RunOptions):
     """Train with every known speed-up off, then with one more each, then with one less each.
 
     Options of train-h5 that are themselves tricks (loader, precision, compile, ...) are overruled.
@@ -36,10 +36,10 @@ class _Command(RunOptions):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run train-h5 ablate; return its exit status."""
-    return run_training_command(_Command, _ablate, prog="train-h5 ablate", args=args)
+    return run_training_command(_AblateCommand, _ablate, prog="train-h5 ablate", args=args)
 
 
-def _ablate(command: _Command) -> None:
+def _ablate(command: _AblateCommand) -> None:
     refuse_two_forms(json=command.json, markdown=command.markdown)
     if command.plot is not None:
         check_plot("--plot", command.plot, reads=(command.run.train, command.run.val))

@@ -32,7 +32,7 @@ _File = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _BenchCommand:
     """Measure loaders side by side on one packed file.
 
     bench-h5 train FILE measures training with each of them.
@@ -50,7 +50,7 @@ class _Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainCommand(_Command):
+class _BenchTrainCommand(_BenchCommand):
     """Train a model with each loader, and with data that costs nothing."""
 
     train: TrainOptions = field(default_factory=TrainOptions)
@@ -60,11 +60,11 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run bench-h5; return its exit status."""
     args = sys.argv[1:] if args is None else args
     if args and args[0] == "train":
-        return run_command(_TrainCommand, _bench, prog="bench-h5 train", args=args[1:])
-    return run_command(_Command, _bench, prog="bench-h5", args=args)
+        return run_command(_BenchTrainCommand, _bench, prog="bench-h5 train", args=args[1:])
+    return run_command(_BenchCommand, _bench, prog="bench-h5", args=args)
 
 
-def _bench(command: _Command) -> None:
+def _bench(command: _BenchCommand) -> None:
     refuse_two_forms(json=command.json, markdown=command.markdown)
     if command.plot is not None:
         check_plot("--plot", command.plot, reads=(command.file,))
@@ -80,13 +80,13 @@ def _bench(command: _Command) -> None:
             save_plot(report, _numbered(command.plot, number, len(reports)))
 
 
-def _measured(command: _Command, tell: Callable[[str], None]) -> Sequence[Comparison]:
-    if isinstance(command, _TrainCommand):
+def _measured(command: _BenchCommand, tell: Callable[[str], None]) -> Sequence[Comparison]:
+    if isinstance(command, _BenchTrainCommand):
         return [train(command.file, command.compare, command.train, tell)]
     return compare(command.file, command.compare, tell)
 
 
-def _printed(reports: Sequence[Comparison], command: _Command) -> str:
+def _printed(reports: Sequence[Comparison], command: _BenchCommand) -> str:
     if command.json:
         values = [as_dict(report) for report in reports]
         return printable_json(values[0] if len(values) == 1 else values, indent=1)

@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _ExportCommand:
     """Write a trained network for other programs, and say what it takes."""
 
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
@@ -39,10 +39,10 @@ class _Command:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run train-h5 export; return its exit status."""
-    return run_command(_Command, _export, prog="train-h5 export", args=args)
+    return run_command(_ExportCommand, _export, prog="train-h5 export", args=args)
 
 
-def _export(command: _Command) -> None:
+def _export(command: _ExportCommand) -> None:
     exported = export(command.checkpoint, command.to, size=command.size)
     if command.json:
         say(json.dumps(asdict(exported), default=str))

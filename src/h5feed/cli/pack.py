@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class _PackCommand:
     """Pack a folder of images into one HDF5 file.
 
     Subfolders of SRC are classes (SRC/cat/1.jpg); a folder of images alone has none.
@@ -34,10 +34,10 @@ class _Command:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run pack-h5; return its exit status."""
-    return run_command(_Command, _pack, prog="pack-h5", args=args)
+    return run_command(_PackCommand, _pack, prog="pack-h5", args=args)
 
 
-def _pack(command: _Command) -> None:
+def _pack(command: _PackCommand) -> None:
     summary = pack_with(command.src, command.out, command.packing, progress=True)
     say(summary.to_json() if command.json else str(summary))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Draws", "hash_ints", "mix64"]
+__all__ = ["SeededDraws", "hash_ints", "mix64"]
 
 U64 = NDArray[np.uint64]
 
@@ -49,7 +49,7 @@ def _words(value: int) -> list[int]:
     return words
 
 
-class Draws:
+class SeededDraws:
     """The random numbers of one batch: a pure function of seed, epoch and each sample's index.
 
     Every sample owns one SplitMix64 sequence per stream; `uniform` returns its first terms. So the

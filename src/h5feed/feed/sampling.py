@@ -18,7 +18,7 @@ from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.options import Shuffle, Tail, check_ranks, check_whole
 from h5feed.feed.order import BlockShuffle, FullShuffle, Listed, Order, Sequential
-from h5feed.feed.random import Draws, hash_ints
+from h5feed.feed.random import SeededDraws, hash_ints
 
 __all__ = [
     "BatchPlan",
@@ -273,7 +273,7 @@ class Drawing:
         self._source = self._stored if cropped else pixels.source_shapes
         self._letterbox = pixels.letterbox
 
-    def __call__(self, draws: Draws, indices: Indices) -> Params:
+    def __call__(self, draws: SeededDraws, indices: Indices) -> Params:
         """Return the parameters of samples `indices`, one row of `draws` each."""
         stored, source = (_rows(a, indices) for a in (self._stored, self._source))
         boxes = None if self._letterbox is None else _rows(self._letterbox, indices)
@@ -322,7 +322,9 @@ class BatchPlan:
         params = None
         if self._drawing is not None:
             keys = self.order.draw_keys(positions, indices)
-            params = self._drawing(Draws(*self._key, keys, batch=self.steps.first(first)), indices)
+            params = self._drawing(
+                SeededDraws(*self._key, keys, batch=self.steps.first(first)), indices
+            )
         made, begin = [], 0
         for part in parts:
             rows = slice(begin, begin + len(part))
