@@ -1,16 +1,19 @@
 """The examples in docstrings run, and say what is printed."""
 
 import doctest
+import pkgutil
 from importlib import import_module
 
 import pytest
 
+import h5feed.train
 from packed import further_fields, random_images, write_packed
 from packing.folders import make_folder
 
 AUGMENT = [
     "affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline", "places",
 ]  # fmt: skip
+TRAIN = [module.name for module in pkgutil.iter_modules(h5feed.train.__path__)]
 FEED = ["dataloader", "dataset", "fields", "loader", "sampling", "tune"]
 MODULES = [
     *(f"h5feed.augment.{name}" for name in AUGMENT),
@@ -28,6 +31,7 @@ MODULES = [
     "h5feed.store.read",
     "h5feed.system",
     "h5feed.text",
+    *(f"h5feed.train.{name}" for name in TRAIN),
 ]
 
 

@@ -172,7 +172,7 @@ def test_a_backend_that_builds_weights_in_compiles_anew(registered, monkeypatch)
 def test_a_run_scores_through_the_backend_and_trains_without(registered, tmp_path):
     scores = []
     for name, backend in (("plain", "off"), ("compiled", "counting")):
-        config = make_config(tmp_path / name, compile_backend=backend, epochs=2)
+        config = make_config(tmp_path / name, scoring_backend=backend, epochs=2)
         scores.append(train(config, make_data(config)).val)
     assert scores[0] == pytest.approx(scores[1])
     assert len(registered) >= 1
@@ -193,8 +193,8 @@ def test_compile_reaches_training_and_scoring(tmp_path, monkeypatch):
 
 
 def test_an_unknown_backend_is_refused_before_training(tmp_path):
-    config = make_config(tmp_path / "run", compile_backend="magic")
-    with pytest.raises(UsageError, match=r"--compile-backend 'magic' is not known .* inductor"):
+    config = make_config(tmp_path / "run", scoring_backend="magic")
+    with pytest.raises(UsageError, match=r"--scoring-backend 'magic' is not known .* inductor"):
         train(config, make_data(config))
 
 
@@ -205,8 +205,8 @@ def test_tensorrt_is_missed_in_one_sentence():
     with pytest.raises(UsageError) as caught:
         check_backend("tensorrt", CPU)
     assert str(caught.value) == (
-        "--compile-backend tensorrt needs torch_tensorrt, which is not installed: pip install "
-        "torch-tensorrt, or take --compile-backend inductor"
+        "--scoring-backend tensorrt needs torch_tensorrt, which is not installed: pip install "
+        "torch-tensorrt, or take --scoring-backend inductor"
     )
 
 

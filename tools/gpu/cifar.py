@@ -71,7 +71,7 @@ def recipe(train: Path, val: Path, *, epochs: int, on_gpu: bool) -> TrainConfig:
         schedule=ScheduleConfig(schedule="linear", warmup=0.23),
         speed=SpeedConfig(
             compile="off" if small else "default",
-            compile_backend="off" if small else "inductor",
+            scoring_backend="off" if small else "inductor",
         ),
     )
 
@@ -160,7 +160,7 @@ def _score(trial: Trial, data: Data) -> float:
     assert data.val_loader is not None
     assert step.ema is not None
     with step.ema.swapped_in():
-        net = for_scoring(step.net, speed.compile_backend)
+        net = for_scoring(step.net, speed.scoring_backend)
         flip = trial.config.recipe.test_flip
         scored = evaluate(net, data.val_loader, step.task, trial.world, step.autocast, flip=flip)
     return scored.metric

@@ -289,9 +289,10 @@ class SpeedConfig:
     channels_last: bool = True
     """Weights and images in NHWC memory, which convolutions like."""
     compile: CompileMode = "off"
-    """torch.compile, in this mode, for training and scoring."""
-    compile_backend: str = "off"
-    """Another backend of torch.compile for scoring alone: inductor, tensorrt, ..."""
+    """torch.compile of the model, in this mode, for training and scoring."""
+    scoring_backend: str = "off"
+    """Backend of torch.compile by which the model scores, in place of --compile's: inductor,
+    tensorrt (which cannot train), ..."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms once for each shape (CUDA only)."""
     deterministic: bool = False
@@ -356,7 +357,13 @@ class DebugConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """A whole training run."""
+    """A whole training run.
+
+    >>> optim = OptimConfig(optimizer="sgd", lr=0.1)
+    >>> config = TrainConfig(train=Path("photos.h5"), epochs=30, optim=optim)
+    >>> config.optim.decay  # sgd's usual one
+    0.0005
+    """
 
     train: Annotated[Positional[Path], arg(metavar="TRAIN")]
     """Packed file to train on (for --loader imagefolder, a folder of class folders)."""
@@ -413,18 +420,31 @@ def scale_lr(lr: float, rule: ScalingRule, batch_size: int, reference: int) -> f
 
     linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD. sqrt: Krizhevsky 2014
     (arXiv:1404.5997), and You et al. 2020 for LAMB. Both need a warm-up.
+
+    >>> scale_lr(0.1, "linear", batch_size=1024, reference=256)
+    0.4
     """
     ratio = batch_size / reference
     return lr * {"off": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 def flag(name: str) -> str:
-    """Return the option that sets the field `name`."""
+    """Return the option that sets the field `name`.
+
+    >>> flag("batch_size")
+    '--batch-size'
+    """
     return "--" + name.replace("_", "-")
 
 
 def at_least(options: object, least: float, *names: str) -> None:
-    """Raise UsageError unless each of these fields is `least` or more; NaN is not."""
+    """Raise UsageError unless each of these fields is `least` or more; NaN is not.
+
+    >>> at_least(TrainConfig(train=Path("photos.h5")), 20, "epochs")
+    Traceback (most recent call last):
+        ...
+    h5feed.errors.UsageError: --epochs 10 is too small: it must be at least 20
+    """
     for name in names:
         value = getattr(options, name)
         if not value >= least:
@@ -432,7 +452,10 @@ def at_least(options: object, least: float, *names: str) -> None:
 
 
 def above_zero(options: object, *names: str) -> None:
-    """Raise UsageError unless each of these fields is above 0."""
+    """Raise UsageError unless each of these fields is above 0.
+
+    >>> above_zero(OptimConfig(lr=0.1), "lr")
+    """
     for name in names:
         value = getattr(options, name)
         if not value > 0:
@@ -440,7 +463,10 @@ def above_zero(options: object, *names: str) -> None:
 
 
 def below_one(options: object, *names: str) -> None:
-    """Raise UsageError unless each of these fields is a share: 0 or more, and less than 1."""
+    """Raise UsageError unless each of these fields is a share: 0 or more, and less than 1.
+
+    >>> below_one(RecipeConfig(ema=0.999), "ema")
+    """
     for name in names:
         value = getattr(options, name)
         if not 0 <= value < 1:
@@ -451,6 +477,10 @@ def write_config(config: TrainConfig, path: Path) -> None:
     """Write `config` as JSON that `read_config` reads back equal, its paths absolute.
 
     So the run can be gone on with from another working directory.
+
+    >>> write_config(TrainConfig(train=Path("photos.h5"), epochs=3), Path("config.json"))
+    >>> read_config(Path("config.json")).epochs
+    3
     """
     values = asdict(config)
     model = values["model"]
@@ -462,7 +492,12 @@ def write_config(config: TrainConfig, path: Path) -> None:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Read a run's config.json; UsageError names the file and the entry that is wrong."""
+    """Read a run's config.json; UsageError names the file and the entry that is wrong.
+
+    >>> write_config(TrainConfig(train=Path("photos.h5"), batch_size=64), Path("config.json"))
+    >>> read_config(Path("config.json")).batch_size
+    64
+    """
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as ex:

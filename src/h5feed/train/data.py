@@ -62,7 +62,32 @@ _DENSE_SCALE = (0.25, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """A set to train on, and perhaps one to score on."""
+    """A set to train on, and perhaps one to score on.
+
+    Data of your own, in memory, in the files' place:
+
+    >>> import torch
+    >>> from h5feed.train import train
+    >>> from h5feed.train.config import DebugConfig, ModelConfig
+    >>> from h5feed.train.loaders import SyntheticLoader, random_batch
+    >>> def loader(size):
+    ...     cpu = torch.device("cpu")
+    ...     batch = random_batch("classification", 2, count=8, size=size, seed=0, device=cpu)
+    ...     return SyntheticLoader(batch, batches=3)
+    >>> mean, std = (127.0,) * 3, (74.0,) * 3
+    >>> data = Data(
+    ...     task="classification", num_outputs=2, mean=mean, std=std, size=16, train_loader=loader
+    ... )
+    >>> config = TrainConfig(
+    ...     train=Path("nothing"),
+    ...     epochs=2,
+    ...     batch_size=8,
+    ...     model=ModelConfig(model="resnet9-small"),
+    ...     debug=DebugConfig(curves=False, tensorboard=False),
+    ... )
+    >>> train(config, data).steps
+    6
+    """
 
     task: str
     """What its targets are for: classification, regression or segmentation."""
@@ -92,6 +117,13 @@ def open_data(config: TrainConfig, world: World) -> Data:
 
     Raises FileNotFoundError, H5FormatError, ImportError without the loader's library, and
     UsageError for what cannot be trained on.
+
+    >>> from h5feed.train.distributed import join_world
+    >>> with join_world("cpu") as world:
+    ...     data = open_data(TrainConfig(train=Path("photos.h5"), batch_size=4), world)
+    ...     images, labels = next(iter(data.train_loader(data.size)))
+    >>> data.task, data.num_outputs, images.shape
+    ('classification', 2, torch.Size([4, 3, 64, 64]))
     """
     batch_size = part_size(config, world)
     train = _open(config.train, config)
@@ -422,6 +454,9 @@ def training_ops(
     `ignore_index`; what is erased gets the color `mean`, 0 to 255.
     random-crop pads by an eighth (4 of 32 px, as in He et al. 2016); random-resized is Szegedy
     et al. 2015 as torchvision has it.
+
+    >>> training_ops(DataConfig(crop="random-resized"), 224, (256, 256), dense=False)
+    [RandomResizedCrop(size=224, ...), RandomHorizontalFlip(p=0.5)]
     """
     crop = config.crop
     if crop == "auto":
@@ -456,6 +491,9 @@ def scoring_ops(
     """Return the ops for scoring: the middle 7/8 of photos, the whole of everything else.
 
     224 of 256 px is what ImageNet's accuracies are stated for.
+
+    >>> scoring_ops(DataConfig(), 224, (256, 256), dense=False)
+    [Resize(size=256, ...), CenterCrop(size=224, ...)]
     """
     if config.crop in ("auto", "random-resized") and size > _SMALL and not dense:
         return [Resize(round(size * 8 / 7)), CenterCrop(size)]

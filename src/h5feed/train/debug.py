@@ -21,7 +21,11 @@ __all__ = ["check_gradients", "debugging"]
 
 @contextmanager
 def debugging(tool: DebugTool, out: Path, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Switch `tool` on for as long as the block lasts; yields what to call after each step."""
+    """Switch `tool` on for as long as the block lasts; yields what to call after each step.
+
+    >>> with debugging("anomaly", Path("run"), torch.device("cpu")) as after_step:
+    ...     after_step()  # after each step; --debug profile counts them
+    """
     if tool == "anomaly":
         with _anomaly():
             yield _nothing

@@ -51,7 +51,12 @@ _GLOO_REST = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """A process among those that train together."""
+    """A process among those that train together.
+
+    >>> world = World(rank=0, size=1, device=torch.device("cpu"))
+    >>> world.is_main, world.gather("a"), world.highest(3)
+    (True, ['a'], 3)
+    """
 
     rank: int
     size: int
@@ -158,7 +163,7 @@ def check_fsdp(config: TrainConfig, world: World, precision: str) -> None:
     conflicts = {
         "--ema": config.recipe.ema > 0,
         "--compile": speed.compile != "off",
-        "--compile-backend": speed.compile_backend != "off",
+        "--scoring-backend": speed.scoring_backend != "off",
         "--precision fp16": precision == "fp16",
         f"--optimizer {optimizer}": optimizer not in ("adamw", "sgd"),
         "--debug gradcheck": config.debug.debug == "gradcheck",
@@ -206,7 +211,11 @@ def last_only(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device for --device `name`; UsageError where there is none such."""
+    """Return the device for --device `name`; UsageError where there is none such.
+
+    >>> choose_device("cpu")
+    device(type='cpu')
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -241,6 +250,10 @@ def join_world(device: str) -> Iterator[World]:
 
     A process group that exists already is used and left in place, so that several runs can
     follow one another: a second one at the same address may meet what is left of the first.
+
+    >>> with join_world("cpu") as world:
+    ...     world.rank, world.size, world.is_main
+    (0, 1, True)
     """
     if not under_torchrun():
         chosen = choose_device(device)

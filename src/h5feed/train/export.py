@@ -26,6 +26,22 @@ def load_trained(path: str | os.PathLike[str]) -> nn.Module:
     It takes images as the file has them (uint8 or float 0 to 255, (B, 3, H, W)) and normalizes
     them itself. Its weights are the averaged ones where the run kept an average. Raises
     UsageError when `path` is no checkpoint.
+
+    >>> from h5feed.train import TrainConfig, train
+    >>> from h5feed.train.config import DebugConfig, ModelConfig
+    >>> config = TrainConfig(
+    ...     train=Path("photos.h5"),
+    ...     epochs=1,
+    ...     batch_size=6,
+    ...     model=ModelConfig(model="resnet9-small"),
+    ...     debug=DebugConfig(curves=False, tensorboard=False),
+    ... )
+    >>> summary = train(config)
+    >>> net = load_trained("run/last.pt")
+    >>> net(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)).shape
+    torch.Size([1, 2])
+    >>> export(Path("run/last.pt"), Path("weights.pt")).num_outputs
+    2
     """
     return _network(load_checkpoint(Path(path), "the path"))
 
@@ -44,7 +60,22 @@ def _network(state: dict[str, Any]) -> Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written, and what it takes."""
+    """What was written, and what it takes.
+
+    See `load_trained` for how one comes about.
+
+    >>> exported = Exported(
+    ...     path=Path("weights.pt"),
+    ...     model="resnet9",
+    ...     num_outputs=10,
+    ...     size=32,
+    ...     mean=(124.0, 116.0, 104.0),
+    ...     std=(58.0, 57.0, 57.0),
+    ...     input="RGB images",
+    ... )
+    >>> exported.num_outputs
+    10
+    """
 
     path: Path
     model: str
@@ -72,6 +103,11 @@ def export(checkpoint: Path, to: Path, *, size: int = 0) -> Exported:
     Raises UsageError for another ending or a file that is no checkpoint, ImportError where ONNX's
     libraries are missing, and H5FeedError where torch cannot trace the model or `to` cannot be
     written.
+
+    >>> export(Path("run/best.pt"), Path("net.tflite"))
+    Traceback (most recent call last):
+        ...
+    h5feed.errors.UsageError: --to net.tflite has an ending that nothing is known for: ...
     """
     if to.suffix not in _FORMATS:
         raise UsageError(

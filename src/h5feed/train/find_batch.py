@@ -33,7 +33,11 @@ _MARK, _MEMORY = COLORS[1], COLORS[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRange:
-    """Which sizes are tried."""
+    """Which sizes are tried.
+
+    >>> BatchRange(smallest=64, largest=512).seconds
+    60.0
+    """
 
     smallest: int = 8
     """First size; it is doubled until memory is full or the time is over."""
@@ -109,6 +113,20 @@ def find_batch(
     `trying` is called with a size and the seconds that it may take, `tell` with what came of it.
     `make_batch` returns a batch of a given size, on the device. After each trial the step and
     the generators are exactly as they were. Raises H5FeedError when not even the smallest fits.
+
+    >>> from functools import partial
+    >>> from h5feed.train.config import ModelConfig, TrainConfig
+    >>> from h5feed.train.loaders import random_batch
+    >>> from h5feed.train.trial import open_trial
+    >>> model = ModelConfig(model="resnet9-small")
+    >>> config = TrainConfig(train=Path("photos.h5"), batch_size=6, model=model)
+    >>> with open_trial(config) as trial:
+    ...     make = partial(
+    ...         random_batch, "classification", 2, size=16, seed=0, device=trial.world.device
+    ...     )
+    ...     sizes = find_batch(trial.step, make, trial.world, BatchRange(largest=32, steps=1))
+    >>> [tried.batch_size for tried in sizes.trials]
+    [8, 16, 32]
     """
     trials: dict[int, BatchTrial] = {}
     clock = _Clock(options.seconds)

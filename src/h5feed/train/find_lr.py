@@ -31,7 +31,12 @@ _RISE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrRange:
-    """Which rates are tried."""
+    """Which rates are tried.
+
+    >>> test = LrRange(lowest=1e-4, highest=1.0, steps=10)
+    >>> [f"{rate:.0e}" for rate in test.rates[:3]]
+    ['1e-04', '3e-04', '8e-04']
+    """
 
     lowest: float = 1e-6
     """First rate."""
@@ -115,6 +120,16 @@ def find_lr(
 
     Afterwards step, loader and generators are exactly as they were. `tell` is called with each
     rate and its loss.
+
+    >>> from h5feed.train.config import ModelConfig, TrainConfig
+    >>> from h5feed.train.trial import open_trial
+    >>> model = ModelConfig(model="resnet9-small")
+    >>> config = TrainConfig(train=Path("photos.h5"), batch_size=6, model=model)
+    >>> with open_trial(config) as trial:
+    ...     loader = trial.data.train_loader(trial.data.size)
+    ...     curve = find_lr(trial.step, loader, trial.world, LrRange(steps=10))
+    >>> len(curve.rates) == len(curve.losses)
+    True
     """
     losses: list[float] = []
     smoothed = lowest = math.inf
@@ -173,6 +188,10 @@ def first_valley(
     `window` of them, and takes back a tenth of the fall before it. Behind it, networks with batch
     norm wander at a high loss whatever the rate, and may look as if they learned again. None for
     the lowest where no fall stands out of the noise, None for the rise where there is none.
+
+    >>> losses = [2.0, 2.0, 1.0, 0.5, 1.8, 2.0]
+    >>> first_valley(losses, losses, window=1)  # the steps of the lowest loss, and of the rise
+    (3, 4)
     """
     lowest, squares, start = 0, 0.0, smoothed[0]
     fell = False
@@ -190,7 +209,11 @@ def first_valley(
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each loss and its neighbours, `window` in all, fewer at the ends."""
+    """Return the mean of each loss and its neighbours, `window` in all, fewer at the ends.
+
+    >>> smooth([3.0, 6.0, 0.0, 3.0], window=3)
+    [4.5, 3.0, 3.0, 1.5]
+    """
     half = window // 2
     return [statistics.fmean(losses[max(0, k - half) : k + half + 1]) for k in range(len(losses))]
 

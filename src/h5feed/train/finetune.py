@@ -181,6 +181,10 @@ def read_weights(path: Path) -> Weights:
     """Read a checkpoint of ours, a plain state_dict, or one that holds such (.pt, .safetensors).
 
     Nothing in it is executed. Raises UsageError where it holds no weights.
+
+    >>> torch.save(build_model("resnet9-small", 2).state_dict(), "other.pt")
+    >>> read_weights(Path("other.pt")).source
+    '--init other.pt'
     """
     saved: Any
     if path.suffix == ".safetensors":
@@ -232,6 +236,11 @@ def fit_weights(model: nn.Module, weights: Weights, head: frozenset[str]) -> str
 
     A head of another size, or of none, stays as it is: new. Raises UsageError where another
     weight is missing or has another shape.
+
+    >>> model = build_model("resnet9-small", 10)
+    >>> weights = Weights(state=build_model("resnet9-small", 2).state_dict(), source="other.pt")
+    >>> fit_weights(model, weights, head_names("resnet9-small", 10, model))
+    'other.pt: 48 of 50 tensors taken, the head is new: head.bias, head.weight'
     """
     for name in weights.dropped_biases:
         model.get_submodule(name).register_parameter("bias", None)
@@ -276,6 +285,9 @@ def head_names(name: str, num_outputs: int, model: nn.Module) -> frozenset[str]:
 
     Found by building it once more for one output more, without memory where it can be: what has
     another shape then is the head.
+
+    >>> sorted(head_names("resnet9", 10, build_model("resnet9", 10)))
+    ['head.bias', 'head.weight']
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -296,6 +308,9 @@ def parameter_layers(model: nn.Module) -> list[list[str]]:
     timm's models say themselves what a layer is (`group_matcher`). In others, each innermost
     element of their Sequentials, ModuleLists and ModuleDicts is one; what comes before the first
     belongs to a stem, what comes last is the head, and norms in between go with the layer before.
+
+    >>> len(parameter_layers(build_model("resnet9", 10)))
+    7
     """
     if isinstance(model, Network):
         return [[f"model.{name}" for name in layer] for layer in parameter_layers(model.model)]
@@ -349,6 +364,12 @@ def freeze(model: nn.Module, wanted: str, head: frozenset[str]) -> list[str]:
     `wanted` is "backbone" (all but `head`), a number of layers from the input, as
     `parameter_layers` counts them, or beginnings of names, with commas between. Raises UsageError
     where it names nothing, or all there is.
+
+    >>> model = build_model("resnet9", 10)
+    >>> head = head_names("resnet9", 10, model)
+    >>> frozen = freeze(model, "backbone", head)
+    >>> [name for name, weight in model.named_parameters() if weight.requires_grad]
+    ['head.weight', 'head.bias']
     """
     names = [name for name, _ in model.named_parameters()]
     frozen: set[str] = set()
@@ -381,7 +402,13 @@ def freeze(model: nn.Module, wanted: str, head: frozenset[str]) -> list[str]:
 
 
 def frozen_norms(model: nn.Module) -> frozenset[str]:
-    """Return the batch norms of `model`, by name, whose weights are all frozen."""
+    """Return the batch norms of `model`, by name, whose weights are all frozen.
+
+    >>> model = build_model("resnet9-small", 10)
+    >>> frozen = freeze(model, "body.0", frozenset())
+    >>> frozen_norms(model)
+    frozenset({'body.0.1'})
+    """
     return frozenset(
         name
         for name, module in model.named_modules()

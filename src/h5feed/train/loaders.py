@@ -108,7 +108,17 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 class StockLoader:
-    """A DataLoader whose order is a function of (seed, epoch), for training."""
+    """A DataLoader whose order is a function of (seed, epoch), for training.
+
+    >>> from h5feed import H5Dataset
+    >>> from h5feed.train.config import DataConfig
+    >>> ds = H5Dataset("photos.h5")
+    >>> world = World(rank=0, size=1, device=torch.device("cpu"))
+    >>> samples = AugmentedSamples(ds, lambda image: image, seed=0, masks=False)
+    >>> loader = StockLoader(samples, len(ds), 4, DataConfig(workers=0), world, seed=0)
+    >>> [labels.shape for images, labels in loader]
+    [torch.Size([4]), torch.Size([4]), torch.Size([4])]
+    """
 
     def __init__(
         self,
@@ -234,7 +244,12 @@ def _on_device(batch: Any, device: torch.device) -> Batch:
 
 
 class SyntheticLoader:
-    """The same random batch, on the device already, as often as an epoch has batches."""
+    """The same random batch, on the device already, as often as an epoch has batches.
+
+    >>> batch = random_batch("classification", 10, 8, 32, seed=0, device=torch.device("cpu"))
+    >>> len(list(SyntheticLoader(batch, batches=5)))
+    5
+    """
 
     def __init__(self, batch: Batch, batches: int) -> None:
         self._batch, self._batches = batch, batches
@@ -264,7 +279,13 @@ class SyntheticLoader:
 def random_batch(
     task: str, num_outputs: int, count: int, size: int, seed: int, device: torch.device
 ) -> Batch:
-    """Return noise that has the types and shapes of a batch of `count` images of `size` px."""
+    """Return noise that has the types and shapes of a batch of `count` images of `size` px.
+
+    >>> cpu = torch.device("cpu")
+    >>> images, masks = random_batch("segmentation", 3, count=2, size=32, seed=0, device=cpu)
+    >>> images.shape, masks.shape
+    (torch.Size([2, 3, 32, 32]), torch.Size([2, 32, 32]))
+    """
     draws = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=draws)
     images = pixels.to(device).permute(0, 3, 1, 2)

@@ -45,12 +45,22 @@ __all__ = [
 
 
 class LossError(H5FeedError):
-    """The loss became NaN or infinite."""
+    """The loss became NaN or infinite.
+
+    >>> from h5feed.errors import H5FeedError
+    >>> issubclass(LossError, H5FeedError)
+    True
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """How a run went."""
+    """How a run went.
+
+    >>> summary = Summary(out=Path("run"), metric="accuracy", val={"loss": 0.4, "accuracy": 0.9})
+    >>> summary.val[summary.metric]
+    0.9
+    """
 
     out: Path
     """Its folder."""
@@ -278,7 +288,11 @@ def check_folder(config: TrainConfig) -> None:
 
 
 def class_name(classes: Sequence[str], number: int) -> str:
-    """Return the name of a class, or its number where it has none."""
+    """Return the name of a class, or its number where it has none.
+
+    >>> class_name(("cat", "dog"), 1), class_name((), 1)
+    ('dog', '1')
+    """
     return classes[number] if number < len(classes) else str(number)
 
 
@@ -443,6 +457,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl; without the last one if a kill cut it short.
 
     Raises UsageError for another line that is none of ours.
+
+    >>> with Path("metrics.jsonl").open("w") as file:
+    ...     print('{"kind": "train", "step": 20, "epoch": 0, "loss": 1.5}', file=file)
+    >>> read_metrics(Path("metrics.jsonl"))
+    [{'kind': 'train', 'step': 20, 'epoch': 0, 'loss': 1.5}]
     """
     if not path.exists():
         return []

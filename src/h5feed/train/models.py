@@ -61,6 +61,9 @@ class ResNet9(nn.Module):
     """The nine-layer residual network of the fast CIFAR-10 recipes (Page 2018, DAWNBench).
 
     Takes (B, 3, H, W) of 32 px or so, returns (B, num_outputs).
+
+    >>> ResNet9(10, width=16)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
     """
 
     def __init__(self, num_outputs: int, width: int = 64) -> None:
@@ -84,7 +87,11 @@ class ResNet9(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He et al. 2016); (B, 3, H, W) of 64 px or more to (B, num_outputs)."""
+    """ResNet-18 (He et al. 2016); (B, 3, H, W) of 64 px or more to (B, num_outputs).
+
+    >>> ResNet18(10)(torch.zeros(2, 3, 64, 64)).shape
+    torch.Size([2, 10])
+    """
 
     def __init__(self, num_outputs: int) -> None:
         super().__init__()
@@ -107,6 +114,9 @@ class UNet(nn.Module):
     """A small U-Net (Ronneberger et al. 2015, arXiv:1505.04597), four times halved.
 
     Takes (B, 3, H, W), H and W multiples of 16; returns (B, num_outputs, H, W).
+
+    >>> UNet(3)(torch.zeros(2, 3, 32, 48)).shape
+    torch.Size([2, 3, 32, 48])
     """
 
     def __init__(self, num_outputs: int, width: int = 16) -> None:
@@ -148,6 +158,10 @@ class Network(nn.Module):
 
     Doing it here puts it on the device, lets the compiler fuse it, keeps the copy to the device
     four times smaller than floats, and saves mean and std with the weights.
+
+    >>> net = Network(build_model("resnet9-small", 10), mean=(124, 116, 104), std=(58, 57, 57))
+    >>> net(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape
+    torch.Size([2, 10])
     """
 
     mean: Tensor
@@ -196,6 +210,10 @@ def build_model(name: str, num_outputs: int, *, drop_path: float | None = None) 
     the rate of stochastic depth of its last block (None: as the model comes). Raises UsageError
     when there is no such model or it has no such depth, ImportError when its library is not
     installed.
+
+    >>> model = build_model("resnet9", 10)
+    >>> model(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
     """
     library, colon, rest = name.partition(":")
     if not colon:
@@ -284,7 +302,11 @@ def build_timm(
 
 
 def load_function(name: str, flag: str) -> Callable[..., Any]:
-    """Import `module:function`, looking in the working directory too; UsageError names `flag`."""
+    """Import `module:function`, looking in the working directory too; UsageError names `flag`.
+
+    >>> load_function("math:sqrt", "--model")(9)
+    3.0
+    """
     module, _, function = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)

@@ -35,7 +35,12 @@ __all__ = [
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """Return the optimizer over the weights that want gradients; SGD's momentum is Nesterov's."""
+    """Return the optimizer over the weights that want gradients; SGD's momentum is Nesterov's.
+
+    >>> optimizer = make_optimizer(nn.Linear(3, 2), OptimConfig(optimizer="adamw", lr=1e-3))
+    >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    [(1, 0.05), (1, 0.0)]
+    """
     groups = parameter_groups(model, config)
     if config.optimizer == "lars":
         return LARS(groups, config.lr, momentum=config.momentum)
@@ -67,6 +72,10 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     arXiv:1812.01187, section 3.1). Tokens, position embeddings and bias tables are known by
     their names, and by `no_weight_decay()`, by which timm's models name them. With --layer-decay
     each layer has two groups of its own, whose "lr" is its own.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> [len(group["params"]) for group in parameter_groups(model, OptimConfig())]
+    [1, 3]
     """
     spared_names = _names_spared_by_models(model)
     scales = _rate_scales(model, config.layer_decay)
@@ -114,7 +123,13 @@ def _names_spared_by_models(model: nn.Module) -> set[str]:
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the Euclidean norm of all gradients together, a scalar; waits for nothing."""
+    """Return the Euclidean norm of all gradients together, a scalar; waits for nothing.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> layer(torch.full((1, 1), 3.0)).backward()
+    >>> gradient_norm(layer).item()
+    3.0
+    """
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     norm: Any = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads))))
     # Under FSDP each process has a part of every gradient.
@@ -123,7 +138,14 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
-    """Clip in place, by norm, then by value; neither waits for the device."""
+    """Clip in place, by norm, then by value; neither waits for the device.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> layer(torch.full((1, 1), 3.0)).backward()
+    >>> clip_gradients(layer, OptimConfig(clip_norm=1.0))
+    >>> round(layer.weight.grad.item(), 3)
+    1.0
+    """
     if config.clip_norm:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
     if config.clip_value:
@@ -138,6 +160,16 @@ def make_schedule(
     `lr` is its highest rate; groups with a smaller share of it (--layer-decay) keep that share.
     onecycle and cyclic are torch's own (OneCycleLR, CyclicLR) and move the momentum against the
     rate, as their papers do, around the optimizer's own; the others multiply `lr`.
+
+    >>> optimizer = SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    >>> schedule = make_schedule(optimizer, ScheduleConfig(schedule="linear", warmup=0.5), 0.1, 4)
+    >>> rates = []
+    >>> for _ in range(4):
+    ...     rates += schedule.get_last_lr()
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> [round(rate, 3) for rate in rates]
+    [0.033, 0.067, 0.1, 0.05]
     """
     rates = [lr * (group["lr"] / optimizer.defaults["lr"]) for group in optimizer.param_groups]
     if config.schedule == "onecycle":
@@ -188,7 +220,11 @@ def _momenta(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Steps over which the rate climbs."""
+    """Steps over which the rate climbs.
+
+    >>> warmup_steps(ScheduleConfig(warmup=0.1), total_steps=1000)
+    100
+    """
     return round(config.climb * total_steps)
 
 
@@ -266,6 +302,8 @@ class LARS(_Foreach):
 
     You, Gitman and Ginsburg 2017 (arXiv:1708.03888), algorithm 1. Norms' weights and biases take
     plain steps, as every implementation since has it.
+
+    >>> optimizer = LARS(nn.Linear(3, 2).parameters(), lr=2.0, weight_decay=1e-4)
     """
 
     def __init__(
@@ -297,6 +335,8 @@ class LAMB(_Foreach):
 
     You et al. 2020 (arXiv:1904.00962), algorithm 2, with φ the identity. Norms' weights and
     biases take Adam's steps.
+
+    >>> optimizer = LAMB(nn.Linear(3, 2).parameters(), lr=2e-3, weight_decay=0.01)
     """
 
     def __init__(
@@ -333,6 +373,8 @@ class NovoGrad(_Foreach):
 
     Ginsburg et al. 2019 (arXiv:1905.11286), algorithm 1; weight decay is added to the
     normalized gradient.
+
+    >>> optimizer = NovoGrad(nn.Linear(3, 2).parameters(), lr=0.01, weight_decay=1e-3)
     """
 
     def __init__(

@@ -25,6 +25,13 @@ def draw_curves(out: Path, metric: str) -> Path:
 
     Four panels over the steps: loss, `metric`, learning rate, and images per second with the
     share of time spent waiting for data. Raises ImportError without matplotlib.
+
+    >>> Path("run").mkdir()
+    >>> with Path("run", "metrics.jsonl").open("w") as file:
+    ...     for step in (20, 40):
+    ...         print(f'{{"kind": "val", "step": {step}, "loss": {9 / step}}}', file=file)
+    >>> draw_curves(Path("run"), "accuracy").name
+    'curves.png'
     """
     lines = read_metrics(out / METRICS)
     read = [line for line in lines if line["kind"] == "train"]

@@ -31,7 +31,11 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(config: SpeedConfig, device: torch.device) -> str:
-    """Return torch, fp32, tf32, bf16 or fp16; UsageError where `device` does not have it."""
+    """Return torch, fp32, tf32, bf16 or fp16; UsageError where `device` does not have it.
+
+    >>> choose_precision(SpeedConfig(), torch.device("cpu"))
+    'fp32'
+    """
     wanted = config.precision
     on_cuda = device.type == "cuda"
     ampere = on_cuda and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -51,13 +55,22 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> str:
 
 
 def make_autocast(precision: str, device: torch.device) -> autocast:
-    """Return the context of forward passes: bf16 or fp16 where it is safe, else nothing."""
+    """Return the context of forward passes: bf16 or fp16 where it is safe, else nothing.
+
+    >>> with make_autocast("bf16", torch.device("cpu")):
+    ...     nn.Linear(3, 2)(torch.zeros(1, 3)).dtype
+    torch.bfloat16
+    """
     dtype = _AUTOCAST.get(precision)
     return autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def make_scaler(precision: str, device: torch.device) -> GradScaler:
-    """Return fp16's gradient scaler: small gradients would be 0 in fp16; bf16 has fp32's range."""
+    """Return fp16's gradient scaler: small gradients would be 0 in fp16; bf16 has fp32's range.
+
+    >>> make_scaler("bf16", torch.device("cpu")).is_enabled()
+    False
+    """
     return GradScaler(device.type, enabled=precision == "fp16")
 
 
@@ -68,6 +81,10 @@ def backends(precision: str, config: SpeedConfig) -> Iterator[None]:
     fp32 means true fp32, in convolutions too, where torch's own default is TF32; torch leaves
     both as they are. With --deterministic an operation without a deterministic algorithm raises
     H5FeedError.
+
+    >>> with backends("bf16", SpeedConfig()):
+    ...     torch.get_float32_matmul_precision()
+    'high'
     """
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision())
@@ -114,24 +131,24 @@ _FREEZING = ("tensorrt", "torch_tensorrt")
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise UsageError where --compile-backend `backend` cannot be had; "off" always can."""
+    """Raise UsageError where --scoring-backend `backend` cannot be had; "off" always can."""
     if backend == "off":
         return
     if backend in _FREEZING:
         _check_tensorrt(backend, device)
     if backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise UsageError(f"--compile-backend {backend!r} is not known to torch: it has {known}")
+        raise UsageError(f"--scoring-backend {backend!r} is not known to torch: it has {known}")
 
 
 def _check_tensorrt(backend: str, device: torch.device) -> None:
     if importlib.util.find_spec("torch_tensorrt") is None:
         raise UsageError(
-            f"--compile-backend {backend} needs torch_tensorrt, which is not installed: pip "
-            "install torch-tensorrt, or take --compile-backend inductor"
+            f"--scoring-backend {backend} needs torch_tensorrt, which is not installed: pip "
+            "install torch-tensorrt, or take --scoring-backend inductor"
         )
     if device.type != "cuda":
-        raise UsageError(f"--compile-backend {backend} runs on GPUs, and this is on {device}")
+        raise UsageError(f"--scoring-backend {backend} runs on GPUs, and this is on {device}")
     importlib.import_module("torch_tensorrt")  # which makes the backend known
 
 
@@ -141,6 +158,10 @@ def for_scoring(net: nn.Module, backend: str, mode: CompileMode = "off") -> nn.M
     Both "off" leave it as it is. To be called for each scoring. What was compiled before is used
     again, except by backends that build the weights in: with them all is compiled anew, the
     training step too.
+
+    >>> net = nn.Linear(3, 2)
+    >>> for_scoring(net, backend="off") is net
+    True
     """
     if backend == "off" and mode == "off":
         return net

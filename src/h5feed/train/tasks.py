@@ -36,6 +36,22 @@ class Task:
     `loss(outputs, targets)` is a mean over the batch, a scalar. `score(outputs, targets)` is a
     1-D tensor on the device that is summed over batches and processes before `value` makes one
     number of it: nothing waits for the device until then. Counts are int64: float32 ends at 2**24.
+
+    A task of your own, counting how many outputs are too high:
+
+    >>> def too_high(outputs, targets):
+    ...     found = (outputs > targets).sum()
+    ...     return torch.stack((found, torch.full_like(found, targets.numel())))
+    >>> task = Task(
+    ...     name="levels",
+    ...     loss=functional.l1_loss,
+    ...     score=too_high,
+    ...     value=ratio,
+    ...     metric="share too high",
+    ...     higher_is_better=False,
+    ... )
+    >>> task.value(task.score(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.5])))
+    0.5
     """
 
     name: str
@@ -77,6 +93,11 @@ def make_task(kind: str, config: LossConfig, num_outputs: int) -> Task:
 
     A function is called with `config` and the number of outputs. Raises UsageError when there
     is no such task.
+
+    >>> task = make_task("classification", LossConfig(), num_outputs=3)
+    >>> outputs, labels = torch.eye(3), torch.tensor([0, 1, 1])
+    >>> task.value(task.score(outputs, labels))
+    0.666...
     """
     if ":" in kind:
         task = load_function(kind, "--task")(config, num_outputs)
@@ -146,7 +167,11 @@ def _table_of(ignored: int, classes: int) -> Callable[[Tensor, Tensor], Tensor] 
 
 
 def ratio(score: Tensor) -> float:
-    """Return the first of two numbers divided by the second; 0 of nothing."""
+    """Return the first of two numbers divided by the second; 0 of nothing.
+
+    >>> ratio(torch.tensor([3, 4]))
+    0.75
+    """
     part, whole = score.tolist()
     return float(part / max(whole, 1))
 
@@ -256,6 +281,13 @@ def evaluate(
     own mode afterwards. With `flip`, an image's outputs are averaged with its mirror image's.
     Under FSDP, where a pass gathers the weights of all, each process makes `rounds` passes: those
     beyond its own batches count for nothing.
+
+    >>> from h5feed.train.config import LossConfig
+    >>> task = make_task("classification", LossConfig(), num_outputs=2)
+    >>> batches = [(torch.zeros(4, 2), torch.tensor([0, 0, 0, 1]))]
+    >>> world = World(rank=0, size=1, device=torch.device("cpu"))
+    >>> evaluate(nn.Identity(), batches, task, world, autocast("cpu", enabled=False)).metric
+    0.75
     """
     # Apple's GPUs have no float64.
     exact = torch.float32 if world.device.type == "mps" else torch.float64

@@ -87,6 +87,22 @@ def train(config: TrainConfig, data: Data | None = None) -> Summary:
     and LossError when the loss becomes NaN; the last good checkpoint is kept then. Signals are
     obeyed after the step they come in, or with several processes at the next --log-every: SIGUSR1
     saves, Ctrl-C and SIGTERM save and raise KeyboardInterrupt or SystemExit(143).
+
+    >>> from pathlib import Path
+    >>> from h5feed.train.config import DebugConfig, ModelConfig
+    >>> config = TrainConfig(
+    ...     train=Path("photos.h5"),
+    ...     val=Path("photos.h5"),
+    ...     epochs=2,
+    ...     batch_size=6,
+    ...     model=ModelConfig(model="resnet9-small"),
+    ...     debug=DebugConfig(curves=False, tensorboard=False),
+    ... )
+    >>> summary = train(config)
+    >>> summary.steps, sorted(summary.val)
+    (4, ['accuracy', 'loss'])
+    >>> sorted(path.name for path in config.out.iterdir())
+    ['best.pt', 'config.json', 'last.pt', 'metrics.jsonl', 'per_class.csv']
     """
     if config.distributed.gpus > 1 and not under_torchrun():
         with save_signal_ignored():
@@ -185,7 +201,7 @@ class Trainer:
         with step.ema.swapped_in() if step.ema is not None else nullcontext():
             self.world.align(step.net)
             scored = evaluate(
-                for_scoring(step.net, speed.compile_backend, speed.compile),
+                for_scoring(step.net, speed.scoring_backend, speed.compile),
                 self.signals.scoring(self.data.val_loader),
                 step.task,
                 self.world,
@@ -218,7 +234,7 @@ def _is_due(every: int, step: int) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class TrainStep:
-    """What moves when the weights move.
+    """One optimizer step, to be called again and again, and everything that it changes.
 
     Nothing in a call waits for the device, except in fp16 with an optimizer that is not fused:
     torch's scaler then reads whether gradients overflowed.
@@ -298,7 +314,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Tr
     task = choose_task(config, data)
     _check(config, data, task)
     check_fsdp(config, world, precision)
-    check_backend(config.speed.compile_backend, world.device)
+    check_backend(config.speed.scoring_backend, world.device)
     size_of = partial(image_size, config.recipe.progressive, data.size, config.epochs)
     loaders = EpochLoaders(data.train_loader, size_of)
     steps_per_epoch = len(loaders) // config.speed.accumulate
@@ -387,7 +403,22 @@ def _check(config: TrainConfig, data: Data, task: Task) -> None:
 def build_step(
     config: TrainConfig, net: nn.Module, task: Task, world: World, precision: str, total_steps: int
 ) -> TrainStep:
-    """Put `net` on its device, and everything around it that moves it."""
+    """Put `net` on its device, and everything around it that moves it.
+
+    One step of any network, outside of any run:
+
+    >>> from pathlib import Path
+    >>> from h5feed.train.models import Network, build_model
+    >>> config = TrainConfig(train=Path("photos.h5"))
+    >>> net = Network(build_model("resnet9-small", 2), mean=(120,) * 3, std=(60,) * 3)
+    >>> world = World(rank=0, size=1, device=torch.device("cpu"))
+    >>> task = make_task("classification", config.loss, 2)
+    >>> step = build_step(config, net, task, world, "fp32", total_steps=100)
+    >>> images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    >>> loss, score = step(iter([(images, torch.tensor([0, 1, 0, 1]))]))
+    >>> loss.shape, score[1].item(), step.count
+    (torch.Size([]), 4, 1)
+    """
     net = world.synchronize_norms(net, config.distributed)
     if config.distributed.fsdp and world.size > 1:
         # Not channels_last: fully_shard takes contiguous weights alone.

@@ -43,6 +43,17 @@ def open_trial(
 
     `data` takes the place of the files that `config` names. Raises UsageError for what cannot be
     trained, or for several processes.
+
+    >>> from pathlib import Path
+    >>> from h5feed.train.config import ModelConfig
+    >>> model = ModelConfig(model="resnet9-small")
+    >>> config = TrainConfig(train=Path("photos.h5"), batch_size=6, model=model)
+    >>> with open_trial(config) as trial:
+    ...     batches = endless(trial.data.train_loader(trial.data.size))
+    ...     with kept(trial.step, trial.world):  # weights are as before afterwards
+    ...         loss, score = trial.step(batches)
+    >>> loss.isfinite().item()
+    True
     """
     if config.distributed.gpus > 1 or under_torchrun():
         raise UsageError("this is tried out in one process: leave out --gpus and torchrun")
@@ -93,7 +104,14 @@ def _on_host(value: Any) -> Any:
 
 
 def endless(loader: Loader) -> Generator[Batch]:
-    """Yield `loader`'s batches from where it stands, one epoch after another."""
+    """Yield `loader`'s batches from where it stands, one epoch after another.
+
+    >>> import torch
+    >>> from h5feed.train.loaders import SyntheticLoader
+    >>> batches = endless(SyntheticLoader((torch.zeros(2), torch.ones(2)), batches=1))
+    >>> [next(batches)[1].sum().item() for _ in range(3)]
+    [2.0, 2.0, 2.0]
+    """
     epoch: int = loader.state_dict()["epoch"]
     while True:
         yield from loader

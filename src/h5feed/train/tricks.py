@@ -39,6 +39,10 @@ def checkpoint_blocks(model: nn.Module) -> list[str]:
     A long Sequential of bare layers is cut into √n segments (Chen et al. 2016,
     arXiv:1604.06174). Returns the blocks' names. Results, weights' names and batch norm statistics
     stay what they were.
+
+    >>> from h5feed.train.models import build_model
+    >>> checkpoint_blocks(build_model("resnet9-small", 10))[:3]
+    ['body.0', 'body.1', 'body.2']
     """
     blocks = find_blocks(model)
     for block in blocks.values():
@@ -51,12 +55,22 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     They are the elements of its outermost Sequentials and ModuleLists that have parts of their
     own, and Sequentials of bare layers. A model with none of them is one block per child.
+
+    >>> from h5feed.train.models import build_model
+    >>> list(find_blocks(build_model("resnet18", 10)))[:2]
+    ['stem', 'body.0']
     """
     return dict(_blocks(model, "")) or dict(model.named_children())
 
 
 def plain_blocks(model: nn.Module) -> None:
-    """Undo `checkpoint_blocks`, in place."""
+    """Undo `checkpoint_blocks`, in place.
+
+    >>> from h5feed.train.models import build_model
+    >>> model = build_model("resnet9-small", 10)
+    >>> _ = checkpoint_blocks(model)
+    >>> plain_blocks(model)
+    """
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, partial) and forward.func is _forward:
@@ -148,6 +162,10 @@ def useless_biases(model: nn.Module, example: Tensor) -> dict[str, str]:
     straight into a batch norm. Where it is used elsewhere too (a sum in some `forward`) the bias
     matters: so each is shifted, and only those that change no output are named. Parameters,
     buffers, modes and the random state are left as they were.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3))
+    >>> useless_biases(model, torch.randn(2, 3, 16, 16))
+    {'0': '1'}
     """
     pairs = _adjacent(model, example)
     if not pairs or not _noticed(model, example, list(pairs)):
@@ -159,6 +177,10 @@ def drop_biases(model: nn.Module, example: Tensor) -> list[str]:
     """Remove the biases that `useless_biases` finds, in place; returns the layers' names.
 
     The norms' running means move along, so that a trained model gives the same in eval mode.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3))
+    >>> drop_biases(model, torch.randn(2, 3, 16, 16))
+    ['0']
     """
     pairs = useless_biases(model, example)
     for layer_name, norm_name in pairs.items():
@@ -246,7 +268,14 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Put each module's training or eval mode back after the block."""
+    """Put each module's training or eval mode back after the block.
+
+    >>> net = nn.Linear(3, 2)
+    >>> with modes_kept(net):
+    ...     _ = net.eval()
+    >>> net.training
+    True
+    """
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -262,6 +291,14 @@ class Ema:
     stay at the random start (as in TensorFlow's ExponentialMovingAverage). torch's own
     AveragedModel is not used: it reads a counter from the device at every step, and it needs a
     second model, compiled a second time.
+
+    >>> model = nn.Linear(3, 2)
+    >>> ema = Ema(model, decay=0.999)
+    >>> for step in range(10):
+    ...     # the optimizer moves the weights here
+    ...     ema.update(step)
+    >>> with ema.swapped_in():
+    ...     pass  # score the averaged weights here
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -334,6 +371,9 @@ def image_size(start: int, full: int, epochs: int, epoch: int) -> int:
     32 px (16 below 128 px, 8 below 64): networks halve their images often. Small images
     first cost less and overfit less (Howard 2018, fast.ai's DAWNBench entry; Tan & Le 2021,
     arXiv:2104.00298). `start` 0 turns it off.
+
+    >>> [image_size(128, 224, epochs=8, epoch=epoch) for epoch in range(8)]
+    [128, 160, 160, 192, 192, 224, 224, 224]
     """
     if not start or epoch == epochs - 1:
         return full
