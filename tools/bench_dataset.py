@@ -20,10 +20,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
-from _torchvision import ImageFolder, v2
+from _torchvision import import_torchvision
 from h5feed.feed.dataloader import auto_workers, collate, make_dataloader
 from h5feed.feed.dataset import H5Dataset
 from h5feed.system import available_cores
+
+import_torchvision()
+from torchvision.datasets import ImageFolder  # noqa: E402
+from torchvision.transforms import v2  # noqa: E402
 
 AUGMENT = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
 AUGMENT_PIL = v2.Compose([v2.PILToTensor(), AUGMENT])

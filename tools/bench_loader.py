@@ -1,14 +1,12 @@
 """How fast H5Loader is beside what bounds it, and beside FFCV: every figure, one run.
 
     python tools/bench_loader.py PHOTOS [--cifar FOLDER] [--ffcv PYTHON] [--json FILE]
-    python tools/bench_loader.py --table FILE README.md
 
 PHOTOS and FOLDER hold a folder of images per class. All that a row compares takes turns, in
 windows of --seconds; what is shown are medians of --rounds. Rows beside FFCV need an interpreter
 that has it (--ffcv). FFCV's max_resolution keeps the aspect, so it stores about 0.75 of a
 square's pixels, and its crops are made from those; pixels per second are of what is delivered.
-The second form puts the table of what --json wrote into a page, between its marks
-`<!-- loader: begin -->` and `<!-- loader: end -->`.
+`tools/pages.py loader FILE` makes a table of what --json wrote.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from _marks import put_into
 from h5feed.bench.system import describe_machine, machine_facts, versions
 from loader_bench import files, processes
-from loader_bench.results import HEAD, Found, markdown
+from loader_bench.results import HEAD, Found
 from loader_bench.rows import BATCH, CIFAR_BATCH, COLD, chosen, makers
 from loader_bench.subjects import Window
 
@@ -38,7 +35,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("photos", type=Path, nargs="?")
+    parser.add_argument("photos", type=Path)
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--ffcv", help="interpreter that has FFCV")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "h5feed_bench"))
@@ -51,10 +48,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="add everything measured to this file's runs")
     today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     parser.add_argument("--run", default=today, help="name of this run (the day, %(default)s)")
-    parser.add_argument("--table", nargs=2, type=Path, metavar=("JSON", "PAGE"))
     options = parser.parse_args(arguments)
-    if (options.photos is None) == (options.table is None):
-        parser.error("give either PHOTOS, to measure, or --table JSON PAGE")
     if options.json and options.alone:
         parser.error("--json writes all figures: leave --alone out")
     return options
@@ -156,12 +150,8 @@ def _places_left_out(arguments: list[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what was asked for, or make the table of it."""
+    """Measure what was asked for."""
     options = read_options(arguments)
-    if options.table:
-        source, page = options.table
-        put_into(page, "loader", markdown(json.loads(source.read_text())))
-        return
     options.work.mkdir(parents=True, exist_ok=True)
     where = circumstances(options)
     print(f"{options.threads} threads, medians of {options.rounds}; {where['machine']}")

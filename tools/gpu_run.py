@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from _marks import put_into
 from gpu import cifar, tables
 from gpu.data import prepare_cifar, prepare_photos
 from gpu.loading import measure_loaders
@@ -37,6 +36,7 @@ from h5feed.bench.report import as_dict as ablation_dict
 from h5feed.store import read_index
 from h5feed.system import available_cores
 from h5feed.train.config import DataConfig, LossConfig, ModelConfig, SpeedConfig, TrainConfig
+from pages import put_into
 
 __all__ = ["main"]
 

@@ -1,10 +1,14 @@
 """Put every figure of the pages into its place, from what benchmarks/ holds.
 
-    python tools/pages.py            write the tables of README.md and docs/tricks.md
-    python tools/pages.py --check    exit 1, and name what differs from benchmarks/
+    python tools/pages.py                 write the tables of README.md and docs/tricks.md
+    python tools/pages.py --check         exit 1, and name what differs from benchmarks/
+    python tools/pages.py ablate JSON     print the table of another file: ablate, loader or peers
+        --into PAGE                       put it into a page instead
+        --plot PATH                       draw it as well
 
 A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`. A figure in a sentence is
-compared, and changed by hand. benchmarks/README.md says which command wrote which file.
+compared, and changed by hand. benchmarks/README.md says which command wrote which file. What looks
+wrong among peers and is not explained makes no table (see tools/peers/results.py).
 """
 
 from __future__ import annotations
@@ -15,14 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import peers_table
-from _marks import put_into
 from h5feed.bench.ablate import Ablation
-from h5feed.bench.report import Comparison, as_markdown, from_dict
+from h5feed.bench.report import Comparison, as_markdown, from_dict, save_plot
 from loader_bench.results import markdown as loader_table
+from peers import results as peers
 from tricks_table import tricks_table
 
-__all__ = ["differences", "main"]
+__all__ = ["differences", "main", "put_into"]
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -32,8 +35,8 @@ def _read(name: str) -> Any:
     return json.loads((BENCHMARKS / name).read_text())
 
 
-def _ablation() -> Ablation:
-    return from_dict(Ablation, _read("ablate.json"))
+def _ablation(path: Path = BENCHMARKS / "ablate.json") -> Ablation:
+    return from_dict(Ablation, json.loads(path.read_text()))
 
 
 def _measured(name: str) -> str:
@@ -42,12 +45,15 @@ def _measured(name: str) -> str:
     return f"{found.title} ({found.machine}): {found.headline()}"
 
 
-def _peers() -> str:
-    path = BENCHMARKS / "peers.json"
-    results = peers_table.load(path)
-    if doubts := peers_table.unexplained(results, path):
+def _loader(path: Path = BENCHMARKS / "loader.json") -> str:
+    return loader_table(json.loads(path.read_text()))
+
+
+def _peers(path: Path = BENCHMARKS / "peers.json") -> str:
+    found = peers.load(path)
+    if doubts := peers.unexplained(found, path):
         raise SystemExit("\n".join(f"not explained: {doubt}" for doubt in doubts))
-    return peers_table.table(results, path)
+    return peers.table(found, path)
 
 
 def _campaign() -> str:
@@ -69,7 +75,7 @@ def _campaign() -> str:
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {
         "peers": _peers,
-        "loader": lambda: loader_table(_read("loader.json")),
+        "loader": _loader,
         "bench": lambda: _measured("bench.json"),
         "train": lambda: _measured("train.json"),
         "campaign": _campaign,
@@ -129,19 +135,68 @@ def differences(root: Path = ROOT) -> Iterator[str]:
                 yield f"{page} lacks the words {said!r}, which benchmarks/ gives"
 
 
+def put_into(page: Path, name: str, text: str) -> None:
+    """Replace what stands between `<!-- name: begin -->` and `<!-- name: end -->` of `page`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    whole = page.read_text()
+    if whole.count(begin) != 1 or whole.count(end) != 1:
+        raise SystemExit(f"{page} lacks the lines {begin} and {end}: add them where it belongs")
+    head, _, rest = whole.partition(begin)
+    tail = rest.partition(end)[2]
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+
+
+Drawn = Callable[[Path, Path], None]
+OF_A_FILE: Mapping[str, tuple[Callable[[Path], str], Drawn | None]] = {
+    "ablate": (
+        lambda file: as_markdown(_ablation(file)),
+        lambda file, plot: save_plot(_ablation(file), plot),
+    ),
+    "loader": (_loader, None),
+    "peers": (_peers, lambda file, plot: peers.save_plot(peers.load(file), plot)),
+}
+"""By kind of file: its table, and its plot."""
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    """Write the tables, or compare them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="compare, and change nothing")
-    options = parser.parse_args(given)
+    """Write the tables, compare them, or make one of another file."""
+    options = read_options(given)
+    if options.table:
+        made, drawn = OF_A_FILE[options.table]
+        text = made(options.file)
+        if options.into is None:
+            print(text)
+        else:
+            put_into(options.into, options.table, text)
+        if options.plot is not None and drawn is not None:
+            drawn(options.file, options.plot)
+        return 0
     for page, tables in {} if options.check else TABLES.items():
-        for name, made in tables.items():
-            put_into(ROOT / page, name, made())
+        for name, table in tables.items():
+            put_into(ROOT / page, name, table())
     found = list(differences())
     print("\n".join(found) or "every figure is the one that benchmarks/ holds")
     return 1 if found else 0
+
+
+def read_options(given: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", nargs="?", choices=OF_A_FILE, help="what the file holds")
+    parser.add_argument("file", nargs="?", type=Path, metavar="JSON")
+    parser.add_argument("--check", action="store_true", help="compare, and change nothing")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the table between its marks")
+    parser.add_argument("--plot", type=Path, help="draw the file's plot here")
+    options = parser.parse_args(given)
+    if bool(options.table) != bool(options.file):
+        parser.error("give a kind of table and its JSON file, or neither")
+    if (options.into or options.plot) and not options.table:
+        parser.error("--into and --plot are for one table: name it, and its JSON file")
+    if options.plot and OF_A_FILE[options.table][1] is None:
+        parser.error(f"{options.table} has no plot: leave out --plot")
+    return options
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _torchvision  # noqa: F401 - torchvision can be imported from here on
 from h5feed import pack
 from h5feed.bench import system
 

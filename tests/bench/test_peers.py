@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -115,7 +116,7 @@ FASTER = {name: rate and 2 * rate for name, rate in RATES.items()}
 
 
 def test_table_has_a_row_per_rival_fastest_first():
-    from peers_table import table
+    from results import table
 
     text = table([result("raw", 2, RATES)]).partition("| h5feed / FFCV")[0]
     rows = [line for line in text.splitlines() if line[0:1] == "|"]
@@ -130,15 +131,15 @@ def test_table_has_a_row_per_rival_fastest_first():
 
 
 def test_the_table_is_printed_or_put_between_the_marks(tmp_path, capsys):
-    from peers_table import main
+    from pages import main
 
     found, page = tmp_path / "peers.json", tmp_path / "README.md"
     found.write_text(json.dumps([result("raw", 2, RATES)]))
-    assert main([str(found)]) == 0
+    assert main(["peers", str(found)]) == 0
     printed = capsys.readouterr().out
     assert "| LitData |" in printed
     page.write_text("a\n<!-- peers: begin -->\nold\n<!-- peers: end -->\nb")
-    assert main([str(found), "--readme", str(page)]) == 0
+    assert main(["peers", str(found), "--into", str(page)]) == 0
     assert page.read_text() == f"a\n<!-- peers: begin -->\n{printed}<!-- peers: end -->\nb"
 
 
@@ -180,9 +181,7 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(tmp_path, monkey
 
 
 def test_runs_of_other_days_stay_and_count_in_the_table(tmp_path):
-    from results import save
-
-    from peers_table import table
+    from results import save, table
 
     file = tmp_path / "peers.json"
     save([result("raw", 2, RATES)], file)
@@ -196,7 +195,7 @@ def test_runs_of_other_days_stay_and_count_in_the_table(tmp_path):
 def test_what_looks_wrong_fails_until_it_is_explained(tmp_path, capsys):
     from results import findings, save, unexplained
 
-    from peers_table import main
+    from pages import main
 
     slower = RATES | {"FFCV": 300.0}
     file = tmp_path / "peers.json"
@@ -207,13 +206,13 @@ def test_what_looks_wrong_fails_until_it_is_explained(tmp_path, capsys):
         "(500)"
     )
     assert str(finding) == said
-    assert main([str(file)]) == 1
-    assert capsys.readouterr().err == f"not explained: {said}\n"
+    with pytest.raises(SystemExit, match=re.escape(f"not explained: {said}")):
+        main(["peers", str(file)])
     note = {"loader": "FFCV", "variant": "raw", "about": "slower than with 1", "why": "one core"}
     (tmp_path / "peers_explained.json").write_text(json.dumps([note | {"loader": "DALI"}]))
     assert unexplained(found, file) == [finding]
     (tmp_path / "peers_explained.json").write_text(json.dumps([note]))
-    assert main([str(file)]) == 0
+    assert main(["peers", str(file)]) == 0
     assert f"{said} (one core)" in capsys.readouterr().out
 
 
@@ -241,9 +240,9 @@ def test_original_files_are_measured_with_the_most_workers_only(tmp_path):
 
 
 def test_plot_shows_failures_too(tmp_path):
-    from plot import save_peers_plot
+    from results import save_plot
 
-    save_peers_plot([result("raw", 1, RATES), result("raw", 2, RATES)], tmp_path / "p.png")
+    save_plot([result("raw", 1, RATES), result("raw", 2, RATES)], tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 

@@ -64,7 +64,9 @@ def test_every_figure_stands_in_the_json_with_its_circumstances(results):
 def test_the_table_says_what_the_json_says(tool, results, tmp_path):
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- loader: begin -->\nold\n<!-- loader: end -->\nafter\n")
-    tool.main(["--table", str(results), str(page)])
+    import pages
+
+    assert pages.main(["loader", str(results), "--into", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before\n<!-- loader: begin -->\n| measured |")
     assert text.endswith("<!-- loader: end -->\nafter\n")
@@ -75,11 +77,13 @@ def test_the_table_says_what_the_json_says(tool, results, tmp_path):
 
 
 def test_the_range_is_that_of_all_runs(tool, results, tmp_path):
+    from loader_bench.results import markdown
+
     (run,) = json.loads(results.read_text())
     other = json.loads(json.dumps(run)) | {"run": "monday", "machine": "another machine"}
     # Wider apart than anything this machine can have measured just now, however busy it is.
     other["rows"][0]["rounds"] = {"ours": [1.0, 99900.0], "other": [100.0, 100.0]}
-    text = tool.markdown([other, run])
+    text = markdown([other, run])
     assert f"| {run['rows'][0]['ratio']:.2f} (0.01–999.00) |" in text
     assert "another machine (monday); " in text
 
@@ -87,7 +91,7 @@ def test_the_range_is_that_of_all_runs(tool, results, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either PHOTOS, to measure, or --table JSON PAGE"),
+        ([], "the following arguments are required: photos"),
         (["photos", "--json", "a.json", "--alone"], "--json writes all figures: leave --alone out"),
     ],
 )

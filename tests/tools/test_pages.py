@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from h5feed.bench.ablate import Ablation, Row
+from h5feed.bench.report import as_dict, as_markdown, from_dict
+
 ROOT = Path(__file__).parents[2]
 NOT_OURS = {"gpu_run"}  # written by tools/gpu_run.py from a run on a GPU
 
@@ -79,8 +82,6 @@ def test_the_seventeen_tricks_have_switches_that_exist(pages):
 
 
 def test_tricks_that_ablations_know_have_figures_or_a_reason(pages):
-    from h5feed.bench.ablate import Ablation
-    from h5feed.bench.report import from_dict
     from h5feed.bench.tricks import CHECKPOINTING, TRICKS
     from tricks_table import OURS, PUBLISHED, tricks_table
 
@@ -94,3 +95,54 @@ def test_tricks_that_ablations_know_have_figures_or_a_reason(pages):
     ratios = {row.name: row.ratio for row in found.rows}
     assert f"{ratios['+ AMP, bf16']:.2f}× ({ratios['all but AMP, bf16']:.2f}×)" in row
     assert any("– (needs a GPU)" in line for line in lines if "autotuner" in line)
+
+
+ROW = Row(name="the plain loop", group="cumulative", tricks=(), rates=(100.0, 120.0))
+ABLATION = Ablation(title="a title", rows=(ROW,), images=900, batch_size=4, machine="a machine")
+
+
+@pytest.fixture
+def found(tmp_path):
+    path = tmp_path / "ablate.json"
+    path.write_text(json.dumps(as_dict(ABLATION)))
+    return str(path)
+
+
+def test_the_table_is_printed_or_put_between_the_marks(pages, found, tmp_path, capsys):
+    assert pages.main(["ablate", found]) == 0
+    table = capsys.readouterr().out
+    assert table == as_markdown(ABLATION) + "\n"
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- ablate: begin -->\nold\n<!-- ablate: end -->\nafter\n")
+    assert pages.main(["ablate", found, "--into", str(page)]) == 0
+    marked = f"<!-- ablate: begin -->\n{table}<!-- ablate: end -->"
+    assert page.read_text() == f"before\n{marked}\nafter\n"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_page_without_the_marks_is_left_alone(pages, found, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("nothing here\n")
+    with pytest.raises(SystemExit, match="lacks the lines <!-- ablate: begin -->"):
+        pages.main(["ablate", found, "--into", str(page)])
+    assert page.read_text() == "nothing here\n"
+
+
+def test_it_draws(pages, found, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert pages.main(["ablate", found, "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ablate"], "give a kind of table and its JSON file, or neither"),
+        (["--into", "README.md"], "--into and --plot are for one table: name it, and its JSON"),
+        (["loader", "a.json", "--plot", "a.png"], "loader has no plot: leave out --plot"),
+    ],
+)
+def test_what_makes_no_table_is_refused(pages, capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        pages.main(arguments)
+    assert said in capsys.readouterr().err

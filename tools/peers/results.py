@@ -1,9 +1,9 @@
-"""What run.py measured, over all its runs: kept, brought together, and looked at with suspicion.
+"""What run.py measured, over all its runs: kept, brought together, doubted, put into tables.
 
 The JSON file is a list of settings, each of one run (a day and a machine), one variant and one
 worker count. What looks wrong in it must be explained in the file beside it, NAME_explained.json, a
 list of {"loader", "variant", "about", "why"}: `about` is a part of the finding's text. Without that
-run.py fails, and peers_table.py makes no table.
+run.py fails, and tools/pages.py makes no table.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h5feed.bench.report import Comparison, from_dict
+from h5feed.bench.report import Chart, Comparison, draw_chart, from_dict
 from h5feed.bench.rounds import suspicions
+from h5feed.plotting import Bar
 
 __all__ = [
     "VARIANTS",
     "Finding",
     "Together",
     "findings",
+    "gains",
     "load",
     "ratios",
     "save",
+    "save_plot",
     "setting",
     "settings_of",
+    "table",
     "together",
     "unexplained",
     "why",
@@ -191,3 +195,179 @@ def why(finding: Finding, path: Path) -> str | None:
 def unexplained(results: Sequence[Result], path: Path) -> list[Finding]:
     """Return the findings without an explanation beside the JSON file `path`."""
     return [finding for finding in findings(results) if why(finding, path) is None]
+
+
+HEADS = {"raw": "raw 256 px", "jpeg": "JPEG 256 px", "original": "original files"}
+
+
+def _cell(results: Sequence[dict[str, Any]], wanted: Setting, name: str) -> str:
+    """Images per second of a loader, and how far the windows of all runs are spread."""
+    found = together(results, wanted, name)
+    if found is None:
+        return "–"
+    if found.rate is None:
+        return "failed"
+    text = f"{found.rate:,.0f}"
+    text = f"**{text}**" if name == "h5feed" else text
+    return text if found.spread is None else f"{text} ±{found.spread:.0%}"
+
+
+def _row(results: Sequence[dict[str, Any]], name: str, raw: dict[str, Any]) -> str:
+    """A loader's row; what one variant must stand for comes from the last run's raw one."""
+    cells = [_cell(results, wanted, name) for wanted in settings_of(results)]
+    found = next((o for o in raw["outcomes"] if o["name"] == name), {})
+    spent, memory = found.get("cpu_seconds_per_1000"), found.get("private_bytes")
+    cold = (found.get("cold") or {}).get("rate")
+    made = raw["facts"]["conversions"].get(name)
+    cells += [
+        f"{cold:,.0f}" if cold else "–",
+        f"{spent:.2f}" if spent else "–",
+        f"{memory / 1e6:,.0f}" if memory and made else "–",
+        f"{made['bytes'] / raw['images'] / 1000:,.0f}" if made else "–",
+        f"{made['seconds']:,.0f}" if made else "–",
+    ]
+    ceiling = any(o["ceiling"] for r in results for o in r["outcomes"] if o["name"] == name)
+    return f"| {f'*{name}*' if ceiling else name} | " + " | ".join(cells) + " |"
+
+
+def _stored_less(result: dict[str, Any]) -> str:
+    """Say who stores fewer pixels than h5feed, and how many."""
+    stored = {n: told["pixels"] for n, told in result["facts"]["conversions"].items()}
+    ours = stored.get("h5feed")
+    fewer = [
+        f"{n} stores {p / ours:.2f} of the pixels"
+        for n, p in stored.items()
+        if ours and p < 0.95 * ours
+    ]
+    return "; ".join(["", *fewer])
+
+
+def _foot(results: Sequence[dict[str, Any]], result: dict[str, Any]) -> str:
+    """What was done, on what, with which versions; `result` is the last run's raw one."""
+    crop = result["outcomes"][0]["params"]["crop"]
+    versions = ", ".join(f"{n} {v}" for n, v in result["facts"]["versions"].items())
+    windows = result["facts"]["schedule"]["repeats"]
+    return (
+        f"{_runs(results)}; {result['images']:,} images, RandomResizedCrop({crop}) + flip "
+        f"to uint8 batches of {result['batch_size']}, warm cache, medians of {windows} windows in "
+        "the last run; ±: half the range of all windows of all runs; w: workers"
+        f"{_stored_less(result)}. The last five columns are of raw pixels, in the last run; cold: "
+        "img/s with an emptied page cache. In italics: ceilings, the work without a loader. "
+        f"{versions}."
+    )
+
+
+def _runs(results: Sequence[dict[str, Any]]) -> str:
+    """Name the runs, each with its machine."""
+    machines = {result["run"]: result["machine"] for result in results}
+    return "; ".join(f"{machine} ({run})" for run, machine in machines.items())
+
+
+def _explained(results: Sequence[dict[str, Any]], path: Path) -> list[str]:
+    return [f"{finding} ({why(finding, path)})  " for finding in findings(results)]
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    return f"**{statistics.median(values):.2f}×** ({min(values):.2f}–{max(values):.2f})"
+
+
+def gains(results: Sequence[dict[str, Any]], other: str = "FFCV") -> list[str]:
+    """Return the lines of the table of h5feed's speed over another's, turn by turn."""
+    lines = [
+        f"| h5feed / {other}, turn by turn | windows | whole epochs |",
+        "|---|---:|---:|",
+    ]
+    for wanted in settings_of(results):
+        warm = ratios(results, wanted, "h5feed", other)
+        whole = ratios(results, wanted, "h5feed", other, "epoch_rates")
+        if warm:
+            name = f"{HEADS[wanted[0]]}, {wanted[1]}w"
+            lines.append(f"| {name} | {_range(warm)} | {_range(whole)} |")
+    return lines if len(lines) > 2 else []
+
+
+def table(results: Sequence[dict[str, Any]], path: Path = Path("peers.json")) -> str:
+    """Return the Markdown tables: loaders by variant and worker count, then h5feed beside FFCV.
+
+    `path` is where explanations are looked for.
+    """
+    names = list(dict.fromkeys(o["name"] for r in results for o in r["outcomes"]))
+    raw = max((r for r in results if r["variant"] == "raw"), key=lambda r: (r["run"], r["workers"]))
+    wanted = settings_of(results)
+    heads = [f"{HEADS[variant]}, {workers}w" for variant, workers in wanted]
+    heads += ["cold", "CPU s/1000", "memory MB", "kB/img", "conversion s"]
+    order = {}
+    for name in names:
+        rates = [together(results, one, name) for one in (setting(raw), *wanted[::-1])]
+        order[name] = next((found.rate for found in rates if found and found.rate), 0.0)
+    rows = [_row(results, name, raw) for name in sorted(names, key=lambda n: -order[n])]
+    lines = ["| loader, img/s | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
+    parts = [[*lines, *rows], [_foot(results, raw)], _explained(results, path), gains(results)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _bars(results: Sequence[dict[str, Any]], variant: str) -> list[Bar]:
+    """A bar per loader for the most workers, fastest first; the fewest as a stroke."""
+    counts = [workers for kind, workers in settings_of(results) if kind == variant]
+    most, fewest = (variant, counts[-1]), (variant, counts[0])
+    names = dict.fromkeys(o["name"] for r in results if setting(r) == most for o in r["outcomes"])
+    bars = []
+    for name in names:
+        found, single = (together(results, wanted, name) for wanted in (most, fewest))
+        assert found is not None
+        says = ("failed", "") if found.rate is None else (f"{found.rate:,.0f}", "")
+        if found.rate is not None and found.spread is not None:
+            says = (says[0], f"±{found.spread:.0%}")
+        bars.append(
+            Bar(
+                name=name + _pixels(results, most, name),
+                value=found.rate,
+                low=found.low,
+                high=found.high,
+                says=says,
+                kind="ceiling" if found.ceiling else "ours" if name == "h5feed" else "other",
+                mark=single.rate if single and most != fewest else None,
+            )
+        )
+    return sorted(bars, key=lambda bar: (bar.kind == "ceiling", -(bar.value or 0.0)))
+
+
+def _pixels(results: Sequence[dict[str, Any]], wanted: tuple[str, int], name: str) -> str:
+    """Say how much less than the others a rival stores, where it does."""
+    stored = {
+        who: told["pixels"]
+        for result in results
+        if setting(result) == wanted
+        for who, told in result["facts"]["conversions"].items()
+    }
+    if name not in stored or "h5feed" not in stored:
+        return ""
+    share = stored[name] / stored["h5feed"]
+    return f" ({share:.0%} of the pixels)" if share < 0.95 else ""
+
+
+def _plot_caption(results: Sequence[dict[str, Any]]) -> str:
+    last = results[-1]
+    runs = len({result["run"] for result in results})
+    fewest = min(result["workers"] for result in results)
+    return (
+        f"{last['machine']}. {last['images']:,} images, RandomResizedCrop(224) and flip to uint8 "
+        f"batches of {last['batch_size']}, files in the page cache; {runs} "
+        f"run{'s' * (runs > 1)}. Bars: {last['workers']} workers, median of the windows; whiskers "
+        f"and ±: slowest and fastest window; stroke: {fewest} worker{'s' * (fewest > 1)}. "
+        "Dashed outlines: ceilings, the work without a loader."
+    )
+
+
+def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw all variants in `results` (run.py's JSON)."""
+    variants = dict.fromkeys(variant for variant, _ in settings_of(results))
+    groups = {
+        VARIANTS[variant][0].upper() + VARIANTS[variant][1:]: _bars(results, variant)
+        for variant in variants
+    }
+    title = "Loaders side by side: images per second"
+    chart = Chart(groups, title, _plot_caption(results), heads=("img/s", "±"), apart=True)
+    draw_chart(chart, path)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "adapters"))
 
 from _common import labeled_files
 from conversions import convert, prepare_source
-from results import VARIANTS, load, save, setting, unexplained
+from results import VARIANTS, load, save, save_plot, setting, unexplained
 from rivals import CEILINGS, RIVALS, Rival
 
 from h5feed.bench import rounds, system
@@ -245,9 +245,7 @@ def main() -> int:
         status = 130
     found = load(options.json)
     if options.plot is not None and found:
-        from plot import save_peers_plot
-
-        save_peers_plot(found, options.plot)
+        save_plot(found, options.plot)
     return status or _explained(found, options.json)
 
 

@@ -25,10 +25,15 @@ QUALITY = 90
 
 LabeledFile = tuple[Path, int]
 
+_TOOLS = Path(__file__).resolve().parents[2]
+sys.path.append(str(_TOOLS))
+
+from _torchvision import import_torchvision  # noqa: E402
+
 
 def load_measuring() -> ModuleType:
-    """Import src/h5feed/bench under a name of its own and return its `host` module."""
-    folder = Path(__file__).resolve().parents[3] / "src/h5feed/bench"
+    """Import src/h5feed/bench under a name of its own and return its `process` module."""
+    folder = _TOOLS.parent / "src/h5feed/bench"
     spec = importlib.util.spec_from_file_location(
         "h5feed_bench", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -91,27 +96,6 @@ def write_folder(params: Mapping[str, Any]) -> dict[str, Any]:
     with Pool(params["workers"]) as pool:
         pool.map(_write_file, jobs, chunksize=16)
     return {"data": str(out)}
-
-
-def import_torchvision() -> ModuleType:
-    """Import torchvision, also one built for CUDA beside a CPU-only torch.
-
-    Such a pair (torch from the CPU index, torchvision from PyPI) misses two operators that
-    loading images never calls; torchvision's import looks them up.
-    """
-    import torch
-
-    try:
-        import torchvision
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
-        sys.modules["_torchvision_operators"] = library  # type: ignore[assignment]  # kept alive
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        import torchvision
-    return torchvision
 
 
 def augmentation(crop: int, *, pil: bool) -> Callable[[Any], Any]:
