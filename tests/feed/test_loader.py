@@ -119,6 +119,11 @@ OPS = {
     "resized crop": (augment.RandomResizedCrop(16),),
     "horizontal": (augment.RandomHorizontalFlip(),),
     "vertical": (augment.RandomVerticalFlip(),),
+    "reflected": (
+        augment.RandomCrop(32, padding=4, padding_mode="reflect"),
+        augment.AlternatingFlip(),
+    ),
+    "bicubic": (augment.RandomResizedCrop(16, interpolation="bicubic"),),
     "affine": (augment.RandomAffine(30, (0.2, 0.2), (0.8, 1.2), 10, "bilinear"),),
     "jitter": (augment.ColorJitter(0.4, 0.4, 0.4, 0.1),),
     "gray": (augment.Grayscale(),),

@@ -4,11 +4,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
+from h5feed import H5Dataset, UsageError
 from h5feed.augment import RandomCrop, RandomHorizontalFlip
-from packed import write_packed
+from packed import random_images, write_packed
 
 lightning = pytest.importorskip("lightning.pytorch")
+older = pytest.importorskip("pytorch_lightning")  # comes with it; both are imported: so is its base
 from h5feed.interop.lightning import H5DataModule  # noqa: E402
 
 torch.set_num_threads(1)
@@ -24,7 +27,7 @@ def path(tmp_path_factory):
     return write_packed(tmp_path_factory.mktemp("lightning") / "p.h5", images)
 
 
-class Model(lightning.LightningModule):
+class Layer:
     """A linear layer that notes what it was given."""
 
     def __init__(self):
@@ -43,8 +46,8 @@ class Model(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch, _):
-        self.scored += batch[0][:, 0, 4, 4].tolist()
+    def validation_step(self, batch, _, dataloader_idx=0):
+        self.scored += [100 * dataloader_idx + n for n in batch[0][:, 0, 4, 4].tolist()]
 
     test_step = validation_step
 
@@ -55,8 +58,16 @@ class Model(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def make_trainer(folder, **options):
-    return lightning.Trainer(
+class Model(Layer, lightning.LightningModule):
+    """Of `import lightning`."""
+
+
+class OlderModel(Layer, older.LightningModule):
+    """Of `import pytorch_lightning`."""
+
+
+def make_trainer(folder, package=lightning, **options):
+    return package.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
         logger=False,
@@ -68,7 +79,7 @@ def make_trainer(folder, **options):
 
 def fit(folder, path, *, ckpt_path=None, **options):
     torch.manual_seed(0)
-    model = Model()
+    model = OlderModel() if options.get("package") is older else Model()
     data = H5DataModule(train=path, batch_size=BATCH, augment=[RandomHorizontalFlip()], seed=5)
     make_trainer(folder, **options).fit(model, datamodule=data, ckpt_path=ckpt_path)
     return model
@@ -103,21 +114,26 @@ def test_validation_testing_and_prediction_keep_the_order(tmp_path, path):
     assert data.datasets["train"].classes == ["cat", "dög"]
 
 
-@pytest.mark.parametrize("steps", [7, 10, 12])  # in mid-epoch, at an epoch's end, in mid-epoch
-def test_a_checkpoint_goes_on_exactly(tmp_path, path, steps):
-    whole = fit(tmp_path, path)
+@pytest.mark.parametrize(
+    ("package", "steps"),  # in mid-epoch, at an epoch's end, in mid-epoch
+    [(lightning, 7), (lightning, 10), (lightning, 12), (older, 7)],
+    ids=["7", "10", "12", "pytorch_lightning"],
+)
+def test_a_checkpoint_goes_on_exactly(tmp_path, path, package, steps):
+    whole = fit(tmp_path, path, package=package)
     cut = fit(
         tmp_path,
         path,
+        package=package,
         max_steps=steps,
         enable_checkpointing=True,
         callbacks=[
-            lightning.callbacks.ModelCheckpoint(
+            package.callbacks.ModelCheckpoint(
                 dirpath=tmp_path, every_n_train_steps=steps, filename="at"
             )
         ],
     )
-    rest = fit(tmp_path, path, ckpt_path=tmp_path / "at.ckpt")
+    rest = fit(tmp_path, path, package=package, ckpt_path=tmp_path / "at.ckpt")
     assert cut.losses + rest.losses == whole.losses
     assert cut.seen + rest.seen == whole.seen
 
@@ -143,9 +159,66 @@ def test_options_reach_the_loader(path):
     assert data.test_dataloader() == data.predict_dataloader() == []
 
 
+def test_several_sets_are_scored_each_by_itself(tmp_path, path):
+    ds = H5Dataset(path)
+    for sets in ({"all": path, "some": Subset(ds, [3, 1])}, [ds, Subset(ds, [3, 1])]):
+        model = Model()
+        data = H5DataModule(path, val=sets, batch_size=BATCH)
+        trainer = make_trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0)
+        trainer.fit(model, datamodule=data)
+        assert model.scored == [*range(COUNT), 103, 101]
+
+
+def test_one_file_serves_training_and_validation(path):
+    data = H5DataModule(
+        path, path, batch_size=8, eval_batch_size=3, indices={"train": range(32), "val": [39, 38]}
+    )
+    data.setup()
+    train, val = data.train_dataloader(), data.val_dataloader()
+    assert sorted(n for images, _ in train for n in images[:, 0, 0, 0].tolist()) == [*range(32)]
+    assert [images[:, 0, 0, 0].tolist() for images, _ in val] == [[39, 38]]
+
+
+def test_masks_come_as_the_dataset_says(tmp_path):
+    pictures, masks = random_images(8, (8, 8)), [np.full((8, 8, 1), 3, np.uint8)] * 8
+    path = write_packed(tmp_path / "m.h5", pictures, masks=masks)
+    data = H5DataModule(H5Dataset(path, target_dtype=torch.int64), batch_size=4)
+    data.setup()
+    _, masks = next(iter(data.train_dataloader()))
+    assert masks.dtype == torch.int64
+    assert masks.shape == (4, 8, 8)
+
+
+def test_options_of_training_alone_leave_scoring_alone(path):
+    options = {"shuffle": "block", "drop_last": False, "on_error": "skip", "keys": ("x", "y")}
+    data = H5DataModule(path, path, batch_size=16, **options)
+    data.setup()
+    train, val = data.train_dataloader(), data.val_dataloader()
+    assert (train.state_dict()["order"].split()[0], len(train)) == ("block", 3)
+    assert val.state_dict()["order"] == "none"
+    assert list(next(iter(val))) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_worker": 3}, "num_worker=3 is no option of H5DataModule: give those of H5Loader"),
+        ({"rank": 0}, "rank=0 is no option of H5DataModule: give those of H5Loader (ranks are L"),
+        ({"indices": {"train": [0], "vall": [1]}}, "indices={'vall': ...} is for one set of tr"),
+        ({"val": {"a": "b"}, "indices": {"val": [1]}}, "indices={'val': ...} is for one set of"),
+        ({"train": {"a": "a.h5"}}, "train={'a': 'a.h5'} is several sets, and one is trained on:"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(options, message):
+    with pytest.raises(UsageError) as caught:
+        H5DataModule(**options)
+    assert message in str(caught.value)
+
+
 def test_without_lightning_the_extra_is_named(monkeypatch):
     for name in ("lightning", "lightning.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
     monkeypatch.delitem(sys.modules, "h5feed.interop.lightning")
     with pytest.raises(ImportError, match=r'lightning is not installed.*"h5feed\[lightning\]"'):
         importlib.import_module("h5feed.interop.lightning")
