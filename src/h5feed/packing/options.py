@@ -58,6 +58,9 @@ class PackOptions:
     """The manifest's columns to keep as further fields, each NAME or NAME:TYPE: text, json, or
     float32, float64, int64 or uint8, alone or as in float32[17] or, of any length, float32[n,4].
     Without TYPE the first row says it."""
+    annotations: Path | None = None
+    """COCO's JSON file (instances or keypoints), or a folder of Pascal VOC's XML files: boxes of
+    the images, their classes and keypoints, kept as further fields."""
     masks: Path | None = None
     """A folder of masks, one per image: the same relative path but for the extension."""
     class_order: ClassOrder = "sorted"
@@ -114,7 +117,7 @@ class PackOptions:
         """Return the options that decide the file's bytes, as JSON values."""
         names = [option.name for option in dataclass_fields(self)]
         named = {name: getattr(self, name) for name in names if name not in _NOT_CONTENT}
-        for name in ("manifest", "masks"):  # no absolute path may enter a file
+        for name in ("manifest", "annotations", "masks"):  # no absolute path may enter a file
             named[name] = None if named[name] is None else named[name].name
         return named | {
             "background": list(self.background),
@@ -144,6 +147,11 @@ class PackOptions:
             raise UsageError(
                 f"mask_fill={self.mask_fill} is what surrounds letterboxed masks, and "
                 f"fit={self.fit} makes none: leave it out, or take fit=pad"
+            )
+        if self.annotations is not None and self.manifest is not None:
+            raise UsageError(
+                f"annotations={self.annotations} and manifest={self.manifest} both list the "
+                "images: give one of them"
             )
         if self.fields and self.manifest is None:
             raise UsageError(

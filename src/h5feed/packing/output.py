@@ -23,6 +23,7 @@ from h5feed.disk import create_file, open_file, write_at
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.packing.encode import BlockResult, Job, Payload, Skip, field_sizes, row_type
 from h5feed.packing.options import PackOptions
+from h5feed.packing.places import stored_places
 from h5feed.progress import Progress
 from h5feed.store.check import check_file
 from h5feed.store.fields import FieldValues, continue_checksums
@@ -346,8 +347,9 @@ def _columns(results: Results) -> Columns:
 
 def _further(results: Results) -> dict[str, FieldValues]:
     """Return the further fields' values of the packed images."""
-    index = results.rows["index"]
-    return {name: values.take(index) for name, values in results.job.source.fields.items()}
+    rows, job = results.rows, results.job
+    fields = {name: values.take(rows["index"]) for name, values in job.source.fields.items()}
+    return stored_places(fields, rows["source_shape"], job.specs[0])
 
 
 def _keys(blob: Array, offsets: Array, index: Array) -> tuple[Array, Array]:

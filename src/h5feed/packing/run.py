@@ -111,6 +111,7 @@ def pack(
     label_column: str | None = None,
     targets: Sequence[str] = (),
     fields: Sequence[str] = (),
+    annotations: str | os.PathLike[str] | None = None,
     masks: str | os.PathLike[str] | None = None,
     class_order: ClassOrder = "sorted",
     background: tuple[int, int, int] = (255, 255, 255),
@@ -159,6 +160,7 @@ def pack(
         label_column=label_column,
         targets=tuple(targets),
         fields=tuple(fields),
+        annotations=None if annotations is None else Path(annotations),
         masks=None if masks is None else Path(masks),
         class_order=class_order,
         background=background,
@@ -226,12 +228,13 @@ def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | D
             label_column=options.label_column,
             targets=options.targets,
             fields=options.fields,
+            annotations=options.annotations,
             masks=options.masks,
             class_order=options.class_order,
             allow_empty=options.allow_empty,
             progress=progress,
         )
-    for name in ("manifest", "masks", "resume"):
+    for name in ("manifest", "annotations", "masks", "resume"):
         if getattr(options, name):
             raise UsageError(
                 f"{name}={getattr(options, name)} needs a folder, and source is a dataset"

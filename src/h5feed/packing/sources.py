@@ -18,6 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5feed.errors import PackError, UsageError
+from h5feed.packing.annotations import read_annotations
 from h5feed.packing.decode import DAMAGED, DecodeError, image_to_rgb
 from h5feed.packing.manifest import (
     EXTENSIONS,
@@ -97,6 +98,7 @@ def open_source(
     label_column: str | None = None,
     targets: Sequence[str] = (),
     fields: Sequence[str] = (),
+    annotations: str | os.PathLike[str] | None = None,
     masks: str | os.PathLike[str] | None = None,
     class_order: ClassOrder = "sorted",
     allow_empty: bool = False,
@@ -110,6 +112,7 @@ def open_source(
     files, in which order, with which labels; `path_column`, `label_column` and `targets` name its
     columns of paths, of labels and of numbers to predict, `fields` those to keep as further
     fields.
+    `annotations` is COCO's JSON file, or a folder of VOC's XML files, about boxes in the images.
     `masks` is a folder that holds a file of the same relative stem for every image.
     `progress` says on stderr what is found, where that takes a while.
 
@@ -119,7 +122,9 @@ def open_source(
     folder = Path(root)
     _check_folder(folder, "SRC")
     with Progress(None, "finding images", show=progress, brief=True) as bar:
-        if manifest is not None:
+        if annotations is not None:
+            table = read_annotations(Path(annotations), folder, seen=bar.advance)
+        elif manifest is not None:
             table = read_manifest(
                 Path(manifest),
                 folder,

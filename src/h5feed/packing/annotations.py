@@ -1,0 +1,255 @@
+"""Annotation files of object detection: COCO's JSON (instances, keypoints) and Pascal VOC's XML."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from h5feed.errors import PackError, UsageError
+from h5feed.packing.manifest import Table
+from h5feed.store.fields import FieldType, FieldValues
+from h5feed.text import counted
+
+__all__ = ["read_annotations"]
+
+_SIDES = (("left", "right"), ("right", "left"))
+_VOC_SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def read_annotations(path: Path, root: Path, *, seen: Callable[[], None]) -> Table:
+    """Read COCO's JSON file, or a folder of VOC's XML files, about the images below `root`.
+
+    Fields: `boxes` (float32 (n, 4), left, top, right, bottom in the source's pixels) and, row by
+    row beside them, `box_labels` (int64, numbers in `classes`); from COCO also `iscrowd`, `area`
+    (square pixels of the source), `keypoints` where there are any, and `image_id`; from VOC also
+    `difficult`. Images come in the order of their ids, as torchvision's CocoDetection has them, or
+    of their XML files' names; images without boxes are kept. `seen` is called for each.
+
+    Raises UsageError naming file and entry, and PackError where it cannot be read.
+    """
+    if not path.exists():
+        raise UsageError(
+            f"annotations {str(path)!r} does not exist: give COCO's JSON file or a "
+            "folder of VOC's XML files"
+        )
+    try:
+        return _read_voc(path, root, seen) if path.is_dir() else _read_coco(path, root, seen)
+    except OSError as ex:
+        raise PackError(f"cannot read the annotations {ex.filename!r}: {ex.strerror}") from ex
+
+
+def _read_coco(path: Path, root: Path, seen: Callable[[], None]) -> Table:
+    found = _json(path)
+    categories, images = (_listed(path, found, name) for name in ("categories", "images"))
+    made = _Boxes(path, root, tuple(str(c.get("name", c["id"])) for c in categories))
+    _refuse_twins(path, "category name", made.classes)
+    of_image = _grouped(made, found, {c["id"] for c in categories}, {i["id"] for i in images})
+    numbers = {category["id"]: k for k, category in enumerate(categories)}
+    count, swap = _joints(path, categories)
+    crowds, areas, points = [], [], []
+    for image in images:
+        made.add_image(image.get("file_name"), f"image {image['id']}")
+        for entry in of_image[image["id"]]:
+            what = f"annotation {entry.get('id')!r}"
+            left, top, width, height = made.numbers(what, "bbox", entry.get("bbox"), 4)
+            box = (left, top, left + width, top + height)
+            if made.add_box(box, numbers[entry["category_id"]]):
+                crowds.append(bool(entry.get("iscrowd")))
+                areas += made.numbers(what, "area", [entry.get("area", width * height)], 1)
+                joints = entry.get("keypoints") or [0] * 3 * count
+                points.append(made.numbers(what, "keypoints", joints, 3 * count) if count else [])
+        seen()
+    fields = {
+        "image_id": FieldValues.of_fixed([image["id"] for image in images], "int64"),
+        "iscrowd": made.beside(crowds, "uint8"),
+        "area": made.beside(areas, "float32"),
+    }
+    if count:
+        kind = FieldType(
+            kind="keypoints", dtype="float32", shape=(count, 3), rows_of="boxes", swap=swap
+        )
+        fields["keypoints"] = made.values(points, kind)
+    return made.table(fields)
+
+
+def _grouped(
+    made: "_Boxes", found: Mapping[str, Any], categories: set[int], images: set[int]
+) -> dict[int, list[Mapping[str, Any]]]:
+    """Return the annotations of each image, all of them of known images and categories."""
+    groups: dict[int, list[Mapping[str, Any]]] = {image: [] for image in images}
+    for entry in _objects_of(made.source, found, "annotations"):
+        for name, known in (("image", images), ("category", categories)):
+            if entry.get(f"{name}_id") not in known:
+                what = f"there is no {name} {entry.get(f'{name}_id')!r}"
+                raise made.error(f"annotation {entry.get('id')!r}", what)
+        groups[entry["image_id"]].append(entry)
+    return groups
+
+
+def _read_voc(path: Path, root: Path, seen: Callable[[], None]) -> Table:
+    files = {file: _xml(file) for file in sorted(path.glob("*.xml"))}
+    if not files:
+        raise UsageError(f"annotations {str(path)!r} holds no .xml files of Pascal VOC")
+    names = {_text(f, entry, "name") for f, tree in files.items() for entry in tree.iter("object")}
+    made, difficult = _Boxes(path, root, tuple(sorted(names))), []
+    for made.source, tree in files.items():
+        made.add_image(_text(made.source, tree, "filename"), "filename")
+        for k, entry in enumerate(tree.iter("object"), 1):
+            sides = [_text(made.source, entry, f"bndbox/{side}") for side in _VOC_SIDES]
+            left, top, right, bottom = made.numbers(f"object {k}", "bndbox", sides, 4)
+            label = made.classes.index(_text(made.source, entry, "name"))
+            # VOC counts pixels from 1, and both ends of a box belong to it.
+            if made.add_box((left - 1, top - 1, right, bottom), label):
+                difficult.append(entry.findtext("difficult", "0").strip() == "1")
+        seen()
+    return made.table({"difficult": made.beside(difficult, "uint8")})
+
+
+@dataclass(slots=True)
+class _Boxes:
+    """Images and their boxes as they are read."""
+
+    source: Path
+    """The file that is read."""
+    root: Path
+    classes: tuple[str, ...]
+    keys: list[bytes] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    boxes: list[Sequence[float]] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    without_area: int = 0
+
+    def error(self, entry: str, what: str) -> UsageError:
+        return UsageError(f"{self.source}, {entry}: {what}")
+
+    def add_image(self, name: Any, entry: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise self.error(entry, f"{name!r} is no file name")
+        full = os.path.normpath(os.path.join(self.root, name))
+        plain = os.path.relpath(full, self.root).replace(os.sep, "/")
+        if plain.startswith("../"):
+            raise self.error(entry, f"{name!r} lies outside SRC {str(self.root)!r}")
+        if not os.path.isfile(full):
+            raise self.error(entry, f"there is no file {name!r} in {str(self.root)!r}")
+        self.keys.append(os.fsencode(plain))
+        self.counts.append(0)
+
+    def numbers(self, entry: str, name: str, values: Any, count: int) -> list[float]:
+        """Return so many finite numbers."""
+        try:
+            found = [float(value) for value in values]
+        except (TypeError, ValueError):
+            found = []
+        if len(found) != count or not np.isfinite(found).all():
+            raise self.error(entry, f"{name} is not {count} numbers: {str(values)[:100]}")
+        return found
+
+    def add_box(self, box: Sequence[float], label: int) -> bool:
+        """Take a box of the last image; False for one that has no area."""
+        if box[2] <= box[0] or box[3] <= box[1]:
+            self.without_area += 1
+            return False
+        self.boxes.append(box)
+        self.labels.append(label)
+        self.counts[-1] += 1
+        return True
+
+    def beside(self, rows: Sequence[float], dtype: str) -> FieldValues:
+        """Return numbers, one for each box."""
+        return self.values(rows, FieldType(kind="array", dtype=dtype, rows_of="boxes"))
+
+    def values(self, rows: Sequence[Any], kind: FieldType) -> FieldValues:
+        data = np.array(rows, kind.dtype).reshape(-1, *kind.shape)
+        offsets = np.cumsum([0, *self.counts], dtype=np.int64) * kind.row_bytes
+        return FieldValues.of_bytes(kind, data.tobytes(), offsets)
+
+    def table(self, fields: Mapping[str, FieldValues]) -> Table:
+        boxes = FieldType(kind="boxes", dtype="float32", shape=(4,))
+        note = f"left out, without area: {counted(self.without_area, 'box', 'boxes')}"
+        return Table(
+            classes=self.classes,
+            labels=np.full(len(self.keys), -1, np.int64),
+            key_bytes=np.frombuffer(b"".join(self.keys), np.uint8),
+            key_offsets=np.cumsum([0, *map(len, self.keys)], dtype=np.int64),
+            fields={
+                "boxes": self.values(self.boxes, boxes),
+                "box_labels": self.beside(self.labels, "int64"),
+                **fields,
+            },
+            notes=(note,) if self.without_area else (),
+        )
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as ex:
+        raise UsageError(f"annotations {str(path)!r} is not JSON ({ex})") from ex
+    if not isinstance(found, dict):
+        raise UsageError(f"annotations {str(path)!r} is no JSON object, which COCO's are")
+    return found
+
+
+def _objects_of(path: Path, found: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    entries = found.get(name)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"{path}: {name} is no list of objects, which COCO's JSON has")
+    return entries
+
+
+def _listed(path: Path, found: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Return the categories or images in the order of their ids, of which none is there twice."""
+    entries = _objects_of(path, found, name)
+    if not entries:
+        raise UsageError(f"{path}: {name} is empty")
+    for entry in entries:
+        number = entry.get("id")
+        if not isinstance(number, int) or isinstance(number, bool) or not abs(number) < 1 << 63:
+            raise UsageError(f"{path}: {name} have the id {number!r}, which is no whole number")
+    _refuse_twins(path, f"id in {name}", [entry["id"] for entry in entries])
+    return sorted(entries, key=lambda entry: entry["id"])
+
+
+def _refuse_twins(path: Path, what: str, values: Sequence[Any]) -> None:
+    known = set()
+    for value in values:
+        if value in known:
+            raise UsageError(f"{path}: {what} {value!r} is there twice")
+        known.add(value)
+
+
+def _joints(path: Path, categories: Iterable[Mapping[str, Any]]) -> tuple[int, tuple[int, ...]]:
+    """Return how many keypoints an object has, and what each becomes in a mirrored image."""
+    lists = [c["keypoints"] for c in categories if c.get("keypoints")]
+    if not lists:
+        return 0, ()
+    names = [str(name) for name in lists[0]]
+    if any(other != lists[0] for other in lists[1:]):
+        raise UsageError(f"{path}: categories with different keypoints; pack each by itself")
+    swap = []
+    for k, name in enumerate(names):
+        mirrored = [re.sub(a, b, name, flags=re.I) for a, b in _SIDES if re.search(a, name, re.I)]
+        others = [other.lower() for other in names]
+        found = [others.index(m.lower()) for m in mirrored if m.lower() in others]
+        swap.append(found[0] if found else k)
+    return len(names), tuple(swap) if swap != list(range(len(names))) else ()
+
+
+def _xml(file: Path) -> ElementTree.Element:
+    try:
+        return ElementTree.fromstring(file.read_bytes())
+    except (ElementTree.ParseError, ValueError) as ex:
+        raise UsageError(f"{file}: not XML ({ex})") from ex
+
+
+def _text(file: Path, element: ElementTree.Element, name: str) -> str:
+    found = element.findtext(name)
+    if found is None:
+        raise UsageError(f"{file}: no <{name}> in <{element.tag}>, which Pascal VOC's XML has")
+    return found.strip()

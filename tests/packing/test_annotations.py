@@ -1,0 +1,268 @@
+"""Boxes and keypoints from COCO's and Pascal VOC's files, in the pixels that are stored."""
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from h5feed import H5Dataset, H5Loader, UsageError, augment, pack
+from h5feed.packing.sources import open_source
+from h5feed.store import check_file
+
+H, W = 60, 100
+JOINTS = ["nose", "left_eye", "right_eye"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Black images, each with a white box; the one in deep/ lies upside down by its EXIF."""
+    folder = tmp_path / "images"
+    (folder / "deep").mkdir(parents=True)
+    for k, name in enumerate(("a.png", "b.png", "deep/c.png")):
+        pixels = np.zeros((H, W, 3), np.uint8)
+        pixels[20 : 40 + k, 30:70] = 255
+        Image.fromarray(pixels).save(folder / name)
+    return folder
+
+
+def coco(k=0, **changes):
+    return {
+        "images": [
+            {"id": 7, "file_name": "b.png", "height": H, "width": W},
+            {"id": 3, "file_name": "a.png", "height": H, "width": W},
+            {"id": 9, "file_name": "deep/c.png", "height": H, "width": W},
+        ],
+        "categories": [
+            {"id": 18, "name": "dog"},
+            {"id": 1, "name": "person", "keypoints": JOINTS, "skeleton": [[1, 2]]},
+        ],
+        "annotations": [
+            {
+                "id": 1, "image_id": 3, "category_id": 1, "bbox": [30, 20, 40, 20], "area": 700.5,
+                "iscrowd": 0, "keypoints": [50, 30, 2, 45, 28, 1, 0, 0, 0], "num_keypoints": 2,
+            },
+            {"id": 2, "image_id": 7, "category_id": 18, "bbox": [30, 20, 40, 21], "iscrowd": 1},
+            {"id": 3, "image_id": 7, "category_id": 1, "bbox": [0, 0, 10, 10]},
+            {"id": 4, "image_id": 7, "category_id": 1, "bbox": [5, 5, 0, 10]},
+        ],
+        **changes,
+    }  # fmt: skip
+
+
+def written(root, content):
+    path = root.parent / "instances.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def packed(root, annotations, **options):
+    out = root.parent / "out.h5"
+    options = {"size": 64, "num_workers": 0, "overwrite": True, **options}
+    pack(root, out, annotations=annotations, **options)
+    assert check_file(out).is_sound
+    return H5Dataset(out, target="all", aspect="stored")
+
+
+def test_coco_comes_in_the_order_of_ids(root):
+    source = open_source(root, annotations=written(root, coco()))
+    assert [source.key(k) for k in range(3)] == [b"a.png", b"b.png", b"deep/c.png"]
+    assert source.classes == ("person", "dog")
+    assert source.labels.tolist() == [-1, -1, -1]
+    assert source.notes == ("left out, without area: 1 box",)
+
+
+def test_coco_becomes_fields_in_stored_pixels(root):
+    ds = packed(root, written(root, coco()))
+    assert list(ds.fields) == ["area", "box_labels", "boxes", "image_id", "iscrowd", "keypoints"]
+    first, second, third = (ds[k][1] for k in range(3))
+    x, y = 64 / W, 64 / H
+    np.testing.assert_allclose(first["boxes"], [[30 * x, 20 * y, 70 * x, 40 * y]], rtol=1e-6)
+    assert second["box_labels"].tolist() == [1, 0]
+    assert second["iscrowd"].tolist() == [1, 0]
+    assert second["area"].tolist() == [840, 100]
+    assert first["area"].tolist() == [700.5]
+    assert [t["image_id"] for t in (first, second, third)] == [3, 7, 9]
+    assert third["boxes"].shape == (0, 4)
+    assert third["keypoints"].shape == (0, 3, 3)
+    points = [[50 * x, 30 * y, 2], [45 * x, 28 * y, 1], [0, 0, 0]]
+    np.testing.assert_allclose(first["keypoints"][0], points, rtol=1e-6)
+    assert ds.fields["keypoints"].type.swap == (0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("fit", "store", "size"),
+    [
+        ("stretch", "raw", 64),
+        ("stretch", "jpeg", 64),
+        ("crop", "raw", 32),
+        ("pad", "yuv420", 64),
+        ("keep", "raw", 32),
+        ("keep", "jpeg", 32),
+    ],
+)
+def test_every_fit_moves_boxes_as_it_moves_pixels(root, fit, store, size):
+    ds = packed(root, written(root, coco()), fit=fit, store=store, size=size, background=(0, 0, 0))
+    for k in (0, 1):
+        image, target = ds[k]
+        rows, columns = np.nonzero(image[1].numpy() > 127)
+        found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+        np.testing.assert_allclose(target["boxes"][0], found, atol=1.0)
+
+
+def test_what_a_crop_cuts_off_is_left_out_with_its_rows(root):
+    ds = packed(root, written(root, coco()), fit="crop", size=32)
+    target = ds[1][1]  # of two boxes one lies left of the square that is kept
+    assert target["box_labels"].tolist() == [1]
+    assert target["boxes"].shape == (1, 4)
+    assert target["keypoints"].shape == (1, 3, 3)
+    assert target["area"].tolist() == [840]
+
+
+def test_the_loader_moves_them_on(root):
+    ds = packed(root, written(root, coco()), background=(0, 0, 0))
+    ops = [augment.RandomHorizontalFlip(1.0), augment.CenterCrop(64)]
+    with H5Loader(ds, 3, augment=ops) as loader:
+        images, target = next(iter(loader))
+    for k in (0, 1):
+        rows, columns = np.nonzero(images[k, 1].numpy() > 127)
+        found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+        np.testing.assert_allclose(target["boxes"][k][0], found, atol=1.0)
+
+
+def test_counts_are_those_of_pycocotools(root):
+    tools = pytest.importorskip("pycocotools.coco")
+    path = written(root, coco())
+    with contextlib.redirect_stdout(io.StringIO()):
+        theirs = tools.COCO(str(path))
+    ds = packed(root, path)
+    assert ds.classes == [c["name"] for c in theirs.loadCats(sorted(theirs.getCatIds()))]
+    for k, number in enumerate(np.asarray(ds.fields["image_id"]).tolist()):
+        wanted = [e for e in theirs.loadAnns(theirs.getAnnIds([number])) if min(e["bbox"][2:]) > 0]
+        assert len(ds[k][1]["boxes"]) == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"images": []}, "instances.json: images is empty"),
+        ({"categories": 3}, "categories is no list of objects"),
+        ({"images": [{"id": "x"}]}, "images have the id 'x', which is no whole number"),
+        (
+            {"images": [{"id": 3, "file_name": "a.png"}] * 2},
+            "id in images 3 is there twice",
+        ),
+        (
+            {"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]},
+            "category name 'x' is there twice",
+        ),
+        ({"images": [{"id": 3, "file_name": "z.png"}]}, "there is no image 7"),
+        (
+            {"images": [{"id": 3, "file_name": "z.png"}], "annotations": []},
+            "image 3: there is no file 'z.png' in",
+        ),
+        (
+            {"images": [{"id": 3, "file_name": "../z.png"}], "annotations": []},
+            r"image 3: '../z.png' lies outside SRC",
+        ),
+        (
+            {"annotations": [{"id": 5, "image_id": 3, "category_id": 4}]},
+            "annotation 5: there is no category 4",
+        ),
+        (
+            {"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [1, 2, 3]}]},
+            r"annotation 5: bbox is not 4 numbers: \[1, 2, 3\]",
+        ),
+        (
+            {"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [1, 2, 3, None]}]},
+            "annotation 5: bbox is not 4 numbers",
+        ),
+        (
+            {
+                "annotations": [
+                    {
+                        "id": 5,
+                        "image_id": 3,
+                        "category_id": 1,
+                        "bbox": [1, 2, 3, 4],
+                        "keypoints": [1, 2],
+                    }
+                ]
+            },
+            "annotation 5: keypoints is not 9 numbers",
+        ),
+    ],
+)
+def test_wrong_coco_is_named(root, changes, said):
+    with pytest.raises(UsageError, match=said):
+        open_source(root, annotations=written(root, coco(**changes)))
+
+
+def test_what_is_no_annotation_file(root):
+    with pytest.raises(UsageError, match=r"annotations '.*none.json' does not exist"):
+        open_source(root, annotations=root / "none.json")
+    path = root.parent / "x.json"
+    for text, said in (("{", "is not JSON"), ("[]", "is no JSON object")):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            open_source(root, annotations=path)
+    with pytest.raises(UsageError, match=r"holds no .xml files of Pascal VOC"):
+        open_source(root, annotations=root)
+    with pytest.raises(UsageError, match=r"annotations=x.json and manifest=y.csv both list the im"):
+        pack(root, root.parent / "out.h5", annotations="x.json", manifest="y.csv")
+
+
+VOC = """<annotation><folder>x</folder><filename>{name}</filename>
+<size><width>100</width><height>60</height><depth>3</depth></size>{objects}</annotation>"""
+OBJECT = """<object><name>{name}</name><difficult>{hard}</difficult><bndbox><xmin>{box[0]}</xmin>
+<ymin>{box[1]}</ymin><xmax>{box[2]}</xmax><ymax>{box[3]}</ymax></bndbox></object>"""
+
+
+def voc(root, *, objects="", name="a.png"):
+    folder = root.parent / "xml"
+    folder.mkdir(exist_ok=True)
+    boxes = [("dog", 0, (31, 21, 70, 40)), ("cat", 1, (1, 1, 10, 10))]
+    made = "".join(OBJECT.format(name=n, hard=hard, box=box) for n, hard, box in boxes)
+    (folder / "a.xml").write_text(VOC.format(name=name, objects=objects or made))
+    (folder / "b.xml").write_text(VOC.format(name="b.png", objects=""))
+    return folder
+
+
+def test_voc_counts_pixels_from_one(root):
+    ds = packed(root, voc(root), store="raw")
+    assert ds.classes == ["cat", "dog"]
+    assert len(ds) == 2
+    image, target = ds[0]
+    assert target["box_labels"].tolist() == [1, 0]
+    assert target["difficult"].tolist() == [0, 1]
+    rows, columns = np.nonzero(image[1].numpy() > 127)
+    found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+    np.testing.assert_allclose(target["boxes"][0], found, atol=0.7)
+    assert ds[1][1]["boxes"].shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "z.png"}, "a.xml, filename: there is no file 'z.png'"),
+        ({"objects": "<object><name>x</name></object>"}, "no <bndbox/xmin> in <object>"),
+        ({"objects": "<object></object>"}, "no <name> in <object>"),
+        ({"objects": OBJECT.format(name="x", hard=0, box="abcd")}, "object 1: bndbox is not 4 num"),
+        ({"objects": "<object>"}, "a.xml: not XML"),
+    ],
+)
+def test_wrong_voc_is_named(root, options, said):
+    with pytest.raises(UsageError, match=said):
+        open_source(root, annotations=voc(root, **options))
+
+
+def test_entities_that_grow_without_end_are_refused(root):
+    """Expat stops them; nothing of ours may turn that into a traceback."""
+    folder = voc(root)
+    levels = "".join(f'<!ENTITY a{k} "{f"&a{k - 1};" * 10}">' for k in range(1, 12))
+    bomb = f'<!DOCTYPE x [<!ENTITY a0 "x">{levels}]><x>&a11;</x>'
+    (folder / "a.xml").write_text(bomb)
+    with pytest.raises(UsageError, match=r"a.xml: not XML"):
+        open_source(root, annotations=folder)
