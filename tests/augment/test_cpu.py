@@ -19,7 +19,15 @@ from h5feed.augment import (
     Resize,
     ToDtype,
 )
-from h5feed.augment.cpu import Scratch, are_windows, copy_windows, nv12_box
+from h5feed.augment.cpu import (
+    Scratch,
+    are_windows,
+    copy_windows,
+    crop_image,
+    crop_images,
+    nv12_box,
+    raw_boxes,
+)
 from h5feed.augment.device import nv12_batch
 from h5feed.jpeg import nv12_to_rgb, rgb_to_nv12
 
@@ -84,6 +92,40 @@ def test_other_crops_go_one_by_one(ops):
     rows = pipeline.draw(FakeDraws(indices), size, size).views[0][0]
     assert not are_windows(rows, 32, 24)
     assert (made(ops, indices, 13, images=False) == made(ops, indices, 40, images=True)).all()
+
+
+KINDS = {
+    "upright": (4, 2, 20, 16, 30, 25, 0, 0, 30, 25, 0, 0),
+    "mirrored": (1, 3, 31, 20, 30, 25, 0, 0, 30, 25, 1, 0),
+    "upside down": (0, 0, 32, 24, 30, 25, 0, 0, 30, 25, 3, 0),
+    "antialiased": (0, 0, 32, 24, 30, 25, 0, 0, 30, 25, 1, 1),
+    "as it is": (1, 0, 30, 24, 30, 24, 0, 0, 30, 25, 1, 0),
+    "outside": (0, 0, 32, 24, 28, 20, 1, -2, 30, 25, 1, 0),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [*KINDS],
+        ["mirrored", "upright", "mirrored", "mirrored", *KINDS, "mirrored"],
+        ["mirrored"] * 4,
+        ["mirrored"] * 9,
+    ],
+)
+def test_images_cropped_in_a_row_are_those_cropped_one_by_one(kinds, monkeypatch):
+    rows, images = [list(KINDS[kind]) for kind in kinds], FIELD[: len(kinds)]
+    want = np.zeros((len(kinds), 30, 25, 3), np.uint8)
+    for row, box, out in zip(rows, raw_boxes(rows, images), want, strict=True):
+        crop_image(row, box, out, (7.0,))
+    calls = []
+    flip = cv2.flip
+    monkeypatch.setattr(cv2, "flip", lambda *a: (calls.append(1), flip(*a)))
+    made = np.zeros_like(want)
+    crop_images(rows, raw_boxes(rows, images), made, (7.0,))
+    assert (made == want).all()
+    if set(kinds) == {"mirrored"}:  # every call hands the interpreter's lock over
+        assert len(calls) == -(-len(kinds) // 4)
 
 
 @pytest.mark.parametrize("box", [(4, 0, 24, 24), (0, 4, 32, 16)])

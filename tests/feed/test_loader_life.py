@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
-from h5feed.augment.cpu import crop_image
 from h5feed.feed.rows import Augmented
 from h5feed.jpeg import encode_jpeg, read_header
 from h5feed.store.read import FileReader
@@ -304,10 +303,12 @@ def test_io_is_map_or_read(ds):
 
 @pytest.mark.parametrize("encoding", ["raw", "original"])
 def test_skip_covers_what_an_augmentation_cannot_take(tmp_path, encoding, monkeypatch):
-    def cv2_refuses(row, image, out, fill):
-        crop_image(row, cv2.resize(image, (0, 0)) if image.shape[0] == 1 else image, out, fill)
+    resize = cv2.resize
 
-    monkeypatch.setattr("h5feed.augment.plan.crop_image", cv2_refuses)
+    def cv2_refuses(src, size, *args):
+        return resize(src, (0, 0) if src.shape[0] == 1 else size, *args)
+
+    monkeypatch.setattr(cv2, "resize", cv2_refuses)
     shapes = np.int32([[8, 8]] * 8)
     shapes[3] = 1, 1
     stored = [np.zeros((*shape, 3), np.uint8) for shape in shapes.tolist()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import cv2
@@ -24,8 +24,11 @@ __all__ = [
     "are_windows",
     "copy_windows",
     "crop_image",
+    "crop_images",
     "crop_mask",
     "nv12_box",
+    "nv12_boxes",
+    "raw_boxes",
     "readable",
 ]
 
@@ -49,7 +52,11 @@ _STRIDE: Final = 64
 """Columns are converted in multiples of this: cv2's vector loop (AVX-512) leaves the rest of each
 row to scalar code, 80 us for 190 columns where 192 take 10."""
 
-_LOCAL = threading.local()
+_KEEP: Final = 32 << 20
+"""Bytes of memory for one image that a thread keeps; larger images get new memory each time."""
+
+_MIRRORED: Final = 4
+"""Neighbors at most that one cv2.flip mirrors: more would have left the core's own cache."""
 
 
 class Scratch:
@@ -68,6 +75,17 @@ class Scratch:
                 self._flat = np.empty(size, np.uint8)
             self._last, self._shape = self._flat[:size].reshape(shape), shape
         return self._last
+
+
+class _Local(threading.local):
+    """Memory of each thread."""
+
+    def __init__(self) -> None:
+        self.rgb = Scratch()
+        self.blocks: tuple[Any, Image, Image] | None = None
+
+
+_LOCAL = _Local()
 
 
 class _Shown:
@@ -146,6 +164,60 @@ def crop_image(
         cv2.resize(src, (ow, oh), out, 0, 0, _FILTERS[interpolation])
     if flip:
         cv2.flip(out, _FLIP_CODES[flip], out)
+
+
+def crop_images(
+    rows: Sequence[list[int]],
+    boxes: Iterable[Image],
+    out: Image,
+    fill: tuple[float, ...],
+    interpolation: Interpolation = "bilinear",
+    padding: PaddingMode = "constant",
+) -> None:
+    """Write images into `out` (n, oh, ow, C), C-contiguous, as `crop_image` does each of them.
+
+    rows: n of frame.COLUMNS; boxes: what each of them reads, in their order. The usual image takes
+    the GIL for little more than cv2's own calls, and hands it on as rarely as can be: to be
+    resized, and to be mirrored together with its neighbors.
+    """
+    (count, oh, ow, channels), resize, filter_ = out.shape, cv2.resize, _FILTERS[interpolation]
+    size, tall = (ow, oh), out.reshape(count * oh, ow, channels)
+    upright = [oh, ow, 0, 0, oh, ow, 0, 0]
+    mirrored = [oh, ow, 0, 0, oh, ow, 1, 0]
+
+    def mirror(begin: int, end: int) -> None:
+        neighbors = tall[begin * oh : end * oh]
+        cv2.flip(neighbors, 1, neighbors)
+
+    waiting = 0  # images before this one that are still to be mirrored
+    for i, (row, box, image) in enumerate(zip(rows, boxes, out, strict=True)):
+        kind = row[4:]
+        if waiting and (kind != mirrored or waiting == _MIRRORED):
+            mirror(i - waiting, i)
+            waiting = 0
+        if kind == mirrored:
+            resize(box, size, image, 0, 0, filter_)
+            waiting += 1
+        elif kind == upright:
+            resize(box, size, image, 0, 0, filter_)
+        else:
+            crop_image(row, box, image, fill, interpolation, padding)
+    if waiting:
+        mirror(count - waiting, count)
+
+
+def raw_boxes(rows: Sequence[list[int]], images: Iterable[Image]) -> Iterator[Image]:
+    """Give of each image (H, W, C) what its row of frame.COLUMNS reads: a view of (h, w, C)."""
+    for image, row in zip(images, rows, strict=True):
+        y, x, h, w = row[:4]
+        yield image[y : y + h, x : x + w]
+
+
+def nv12_boxes(rows: Sequence[list[int]], images: Iterable[Image]) -> Iterator[Image]:
+    """Give of each NV12 image what its row reads, as `nv12_box`; the next one takes its memory."""
+    for image, row in zip(images, rows, strict=True):
+        y, x, h, w = row[:4]
+        yield nv12_box(image, y, x, h, w, _LOCAL.rgb if image.size * 2 <= _KEEP else Scratch())
 
 
 def _resized(
@@ -268,7 +340,7 @@ def _blocks(
 ) -> tuple[Image, Image]:
     """Return this thread's memory for images gathered, and for them with `fill` around them."""
     key = (shape, around, fill)
-    held = getattr(_LOCAL, "blocks", None)
+    held = _LOCAL.blocks
     if held is None or held[0] != key or len(held[1]) < count:
         height, width, channels = shape
         above, below, before, behind = around

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +194,8 @@ class Pipeline:
     def kernel(self, params: Params, k0: int, count: int, *, view: int = 0) -> Kernel:
         """Return the function that makes images k0 … k0+count-1 of a batch, for one thread.
 
-        Unlike `run_cpu` it can do with a part of an image, of no less than `source_rows`.
+        Of RGB images. Unlike `run_cpu` it can do with a part of an image, of no less than
+        `source_rows`.
         """
         return self.plan.kernel(self._rows(params, k0, count, view))
 
@@ -202,15 +203,14 @@ class Pipeline:
         return [rows[k0 : k0 + count] for rows in params.views[view]]
 
     def run_cpu(
-        self, params: Params, k0: int, images: Sequence[Image], out: Image, *, view: int = 0
+        self, params: Params, k0: int, images: Iterable[Image], out: Image, *, view: int = 0
     ) -> None:
-        """Write images k0, k0+1, … of a batch, made from `images`, into `out` (n, H, W, C).
+        """Write images k0, k0+1, … of a batch, made from n `images`, into `out` (n, H, W, C).
 
-        images[i]: uint8 (h, w, 3), or NV12 (h*3//2, w) where bound so. Thread-safe.
+        Each image: uint8 (h, w, 3), or NV12 (h*3//2, w) where bound so; it may be gone when the
+        next one comes. out: C-contiguous. Thread-safe.
         """
-        make = self.kernel(params, k0, len(images), view=view)
-        for i, image in enumerate(images):
-            make(i, image, out[i])
+        self.plan.run(self._rows(params, k0, len(out), view), images, out)
 
     def run_fixed(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,8 +14,10 @@ from h5feed.augment.cpu import (
     are_windows,
     copy_windows,
     crop_image,
+    crop_images,
     crop_mask,
-    nv12_box,
+    nv12_boxes,
+    raw_boxes,
 )
 from h5feed.augment.device import crop_batch, kernel_dtype, nv12_batch
 from h5feed.augment.floats import FloatStage
@@ -53,14 +55,6 @@ class Kernel(Protocol):
 
     def __call__(self, i: int, src: Image, out: Image, top: int = 0, left: int = 0) -> None:
         """Write into `out` (H, W, C), a row of a batch slot."""
-        ...
-
-
-class CropStep(Protocol):
-    """The first step, which may get a part of an image, from (top, left) on."""
-
-    def __call__(self, i: int, src: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
-        """Return image i of a chunk."""
         ...
 
 
@@ -133,20 +127,30 @@ class CropStage:
         )
         return rows, frame.shapes()
 
-    def cpu(self, rows: Rows) -> CropStep:
-        """Return the step that crops image i of the chunk."""
-        listed, fill, nv12 = rows.tolist(), self.fill, self.nv12
-        interpolation, padding_mode = self.interpolation, self.padding_mode
-        made, rgb = Scratch(), Scratch()
+    def boxes(self, rows: Sequence[list[int]], images: Iterable[Image]) -> Iterator[Image]:
+        """Give of each stored image what its row reads, (h, w, C), until the next is asked for."""
+        return (nv12_boxes if self.nv12 else raw_boxes)(rows, images)
 
-        def step(i: int, src: Image, out: Image | None, top: int = 0, left: int = 0) -> Image:
+    def crop(self, rows: Rows) -> CpuStep:
+        """Return the step that makes image i of the chunk from its box."""
+        listed, fill, made = rows.tolist(), self.fill, Scratch()
+        interpolation, padding_mode = self.interpolation, self.padding_mode
+
+        def step(i: int, box: Image, out: Image | None) -> Image:
             row = listed[i]
-            y, x, h, w = row[:4]
-            y, x = y - top, x - left
-            box = nv12_box(src, y, x, h, w, rgb) if nv12 else src[y : y + h, x : x + w]
             image = made(row[8], row[9], box.shape[2]) if out is None else out
             crop_image(row, box, image, fill, interpolation, padding_mode)
             return image
+
+        return step
+
+    def cpu(self, rows: Rows) -> CpuStep:
+        """Return the step that crops image i of the chunk."""
+        listed, crop = rows[:, :4].tolist(), self.crop(rows)
+
+        def step(i: int, src: Image, out: Image | None) -> Image:
+            y, x, h, w = listed[i]
+            return crop(i, src[y : y + h, x : x + w], out)
 
         return step
 
@@ -251,16 +255,32 @@ class Plan:
                     )
 
     def kernel(self, rows: Sequence[Rows]) -> Kernel:
-        """Return the function that makes the images of a chunk, whose rows are given per stage."""
-        first = self.first.cpu(rows[0])
+        """Return the function that makes the images of a chunk, whose rows are given per stage.
+
+        Of RGB images: NV12 goes through `run`.
+        """
+        make, listed = self._maker(rows), rows[0][:, :4].tolist()
+
+        def kernel(i: int, src: Image, out: Image, top: int = 0, left: int = 0) -> None:
+            y, x, h, w = listed[i]
+            y, x = y - top, x - left
+            make(i, src[y : y + h, x : x + w], out)
+
+        return kernel
+
+    def _maker(self, rows: Sequence[Rows]) -> Callable[[int, Image, Image], object]:
+        """Return the function that makes image i of a chunk from its box."""
+        first = self.first.crop(rows[0])
         on_bytes, on_floats = self._steps(rows)
         to_float = self.floats.cpu() if self.floats is not None else None
+        if to_float is None and not on_bytes:
+            return first
         direct = max(k for k, stage in enumerate(self.stages) if stage.resamples)
         if to_float is not None:
             direct = -1  # the bytes go to scratch memory, the floats to the row
 
-        def make(i: int, src: Image, out: Image, top: int = 0, left: int = 0) -> None:
-            image = first(i, src, None if direct else out, top, left)
+        def make(i: int, box: Image, out: Image) -> None:
+            image = first(i, box, None if direct else out)
             for k, step in enumerate(on_bytes, 1):
                 image = step(i, image, out if k == direct else None)
             if to_float is not None:
@@ -276,14 +296,26 @@ class Plan:
         middle = len(self.stages) - 1
         return steps[:middle], steps[middle:]
 
+    def run(self, rows: Sequence[Rows], images: Iterable[Image], out: Image) -> None:
+        """Make the images of a chunk, as they are stored, into `out` (n, H, W, C), one by one."""
+        first, listed = self.first, rows[0].tolist()
+        boxes = first.boxes(listed, images)
+        if len(self.all_stages) == 1 and self.floats is None:
+            crop_images(listed, boxes, out, first.fill, first.interpolation, first.padding_mode)
+            return
+        make = self._maker(rows)
+        for i, (box, image) in enumerate(zip(boxes, out, strict=True)):
+            make(i, box, image)
+
     def run_fixed(self, rows: Sequence[Rows], field: Image, indices: Ints, out: Image) -> None:
-        """Make images `indices` (n) of a raw field (N, H, W, C) into `out` (n, H, W, C)."""
+        """Make images `indices` (n) of a field (N, H, W, C) or (N, lines, W) into `out`, as `run`.
+
+        Small ones many at a time.
+        """
         height, width = field.shape[1:3]
         small = field[0].nbytes <= SMALL and not any(stage.resamples for stage in self.stages[1:])
         if not small or self.first.nv12 or not are_windows(rows[0], height, width):
-            make = self.kernel(rows)
-            for i, index in enumerate(indices.tolist()):
-                make(i, field[index], out[i])
+            self.run(rows, map(field.__getitem__, indices.tolist()), out)
             return
         on_bytes, on_floats = self._steps(rows)
         images = out if self.floats is None else np.empty((len(out), *out.shape[1:3], 3), np.uint8)

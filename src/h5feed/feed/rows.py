@@ -223,9 +223,7 @@ class Augmented(Field):
             self._pipeline.run_mask(params, k0, list(items), rows, view=view)
             return
         # One after the other: what is read can then have the memory of the one before.
-        make = self._pipeline.kernel(params, k0, len(indices), view=view)
-        for i, item in enumerate(items):
-            make(i, item, rows[i])
+        self._pipeline.run_cpu(params, k0, items, rows, view=view)
 
 
 def _least(item_bytes: int) -> int:
