@@ -9,7 +9,7 @@ import torch
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.store.fields import FieldType, FieldValues
-from packed import further_fields, random_images, write_packed
+from packed import further_fields, image_spec, random_images, write_packed
 
 
 class Shifted(augment.ImageOp):
@@ -71,8 +71,6 @@ def test_errors_name_what_there_is(path):
         dataset(path, target="size")
     with pytest.raises(UsageError, match=r"target=\(\): give one name, several"):
         dataset(path, target=())
-    with pytest.raises(UsageError, match=r'target=.boxes. with aspect="source": boxes lie in'):
-        H5Dataset(path, target="boxes", aspect="source")
 
 
 def test_target_says_what_comes_beside_the_image(path):
@@ -240,3 +238,43 @@ def test_fields_of_boxes_alone_are_filtered_as_their_boxes_are(tmp_path):
     path = write_packed(tmp_path / "a.h5", random_images(4), further=further)
     with H5Loader(H5Dataset(path, target="kinds"), 4, augment=[augment.CenterCrop(16)]) as loader:
         assert [kinds.tolist() for kinds in next(iter(loader))[1]] == [[2]] * 4
+
+
+@pytest.mark.parametrize("output", ["tensor", "numpy", "tv_tensor"])
+@pytest.mark.parametrize("aspect", ["stored", "source"])
+@pytest.mark.parametrize("fit", ["stretch", "pad"])
+def test_boxes_lie_in_the_image_that_is_handed_out(tmp_path, output, aspect, fit):
+    """White boxes in black images of 40x80, stored as 32x32: stretched, or in a letterbox."""
+    if output == "tv_tensor":
+        tv_tensors = pytest.importorskip("torchvision.tv_tensors")
+    image = np.zeros((32, 32, 3), np.uint8)
+    box, kind = [8, 10, 20, 22], FieldType(kind="boxes", dtype="float32", shape=(4,))
+    image[box[1] : box[3], box[0] : box[2]] = 255
+    further = {
+        "boxes": FieldValues.of_arrays(
+            [[box]], FieldType(kind="boxes", dtype="float32", shape=(4,))
+        ),
+        "spots": FieldValues.of_arrays(
+            [[[[14, 16, 2]]]], FieldType(kind="keypoints", dtype="float32", shape=(1, 3))
+        ),
+    }
+    path = write_packed(
+        tmp_path / "a.h5",
+        [image],
+        spec=image_spec(fit=fit),
+        letterbox=np.int32([[8, 0, 16, 32]]) if fit == "pad" else None,
+        source_shapes=np.int32([[40, 80]]),
+        further=further,
+    )
+    ds = H5Dataset(path, target=("boxes", "spots"), output=output, aspect=aspect)
+    pixels, target = ds[0]
+    plane = np.asarray(pixels)[..., 0] if output == "numpy" else np.asarray(pixels)[0]
+    rows, columns = np.nonzero(plane > 127)
+    found = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+    np.testing.assert_allclose(np.asarray(target["boxes"])[0], found, atol=0.6)
+    middle = [columns.mean() + 0.5, rows.mean() + 0.5]
+    np.testing.assert_allclose(np.asarray(target["spots"])[0, 0, :2], middle, atol=0.6)
+    if output == "tv_tensor":
+        assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
+        assert tuple(target["boxes"].canvas_size) == plane.shape
+        assert target["boxes"].format == tv_tensors.BoundingBoxFormat.XYXY

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from h5feed.errors import UsageError
-from h5feed.feed.fields import Fields, Target, field_value, is_place, target_names
+from h5feed.feed.fields import Fields, Target, field_value, target_names
 from h5feed.feed.files import FilePath, PackedFiles, expand_paths
 from h5feed.feed.image import (
     Aspect,
@@ -122,7 +122,9 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
         `target` says what comes beside the image: "label", "mask", or the name of a further field
         (see `fields`). Several names, or "all", make it a dict of them. Arrays are then tensors
-        (numpy arrays with `output="numpy"`), one number is a Python number, text is str.
+        (numpy arrays with `output="numpy"`), one number is a Python number, text is str. Boxes
+        and keypoints lie in the image as `ds[i]` gives it; with `output="tv_tensor"` they are
+        torchvision's BoundingBoxes and KeyPoints.
 
         `image_root` is the folder that was packed: the paths of `samples` then begin with it, and
         open.
@@ -443,13 +445,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def _value_reader(self, name: str) -> Callable[[int], Any]:
         """Return what reads one item's label, mask or further field."""
-        if self.aspect == "source" and is_place(self.pixels, name):
-            raise UsageError(
-                f'target={name!r} with aspect="source": {name} lie in the image as it is stored, '
-                'and not in its source\'s proportions; give aspect="stored"'
-            )
         if name in self.pixels.field_types:
-            return field_value(self.pixels, name, self.output)
+            return field_value(self.pixels, name, self.output, self.aspect)
         dtype, labels = self.target_dtype, self.pixels.labels
         if name == "mask":
             return mask_reader(self.pixels, output=self.output, aspect=self.aspect, dtype=dtype)

@@ -14,6 +14,8 @@ from torch import Tensor
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
+from h5feed.feed.image import Aspect, Output, image_place
+from h5feed.optional import require
 from h5feed.store import FieldType
 
 __all__ = [
@@ -139,10 +141,19 @@ def is_place(pixels: PackedFiles, name: str) -> bool:
     return kind is not None and (kind.kind in ("boxes", "keypoints") or bool(kind.rows_of))
 
 
-def field_value(pixels: PackedFiles, name: str, output: str) -> Callable[[int], Any]:
-    """Return what reads one item's value: arrays as tensors of their own, but for "numpy"."""
+def field_value(
+    pixels: PackedFiles, name: str, output: Output, aspect: Aspect
+) -> Callable[[int], Any]:
+    """Return what reads one item's value: arrays as tensors of their own, but for "numpy".
+
+    Boxes and keypoints lie in the image that `aspect` gives; with "tv_tensor" they are
+    torchvision's BoundingBoxes (XYXY) and, where it has them, KeyPoints (n, K, 2).
+    """
+    kind = pixels.field_types[name]
     read = FieldColumn(pixels, name).read
-    if output == "numpy" or pixels.field_types[name].kind in ("text", "json"):
+    if kind.kind in ("boxes", "keypoints"):
+        return _place_reader(pixels, read, kind, output, aspect)
+    if output == "numpy" or kind.kind in ("text", "json"):
         return read
 
     def in_tensor(index: int) -> Any:
@@ -150,6 +161,36 @@ def field_value(pixels: PackedFiles, name: str, output: str) -> Callable[[int], 
         return torch.tensor(value) if isinstance(value, np.ndarray) else value
 
     return in_tensor
+
+
+def _place_reader(
+    pixels: PackedFiles, read: Callable[[int], Any], kind: FieldType, output: Output, aspect: Aspect
+) -> Callable[[int], Any]:
+    axes = 2 if kind.kind == "boxes" else 1  # a box is two corners
+    wrap = _tv_tensor(kind.kind) if output == "tv_tensor" else None
+
+    def place(index: int) -> Any:
+        (height, width), scale, shift = image_place(pixels, index, aspect)
+        rows = read(index).copy()
+        rows[..., :2] = rows[..., :2] * scale + shift
+        if axes == 2:
+            rows[..., 2:] = rows[..., 2:] * scale + shift
+        if output == "numpy":
+            return rows
+        return torch.from_numpy(rows) if wrap is None else wrap(rows, (height, width))
+
+    return place
+
+
+def _tv_tensor(kind: str) -> Callable[[NDArray[Any], tuple[int, int]], Any] | None:
+    tv_tensors = require("torchvision.tv_tensors", "train")
+    if kind == "boxes":
+        boxes = tv_tensors.BoundingBoxes
+        return lambda rows, size: boxes(torch.from_numpy(rows), format="XYXY", canvas_size=size)
+    points = getattr(tv_tensors, "KeyPoints", None)  # from torchvision 0.23 on
+    if points is None:
+        return None
+    return lambda rows, size: points(torch.from_numpy(rows[..., :2].copy()), canvas_size=size)
 
 
 def moved_batch(
@@ -215,7 +256,7 @@ def field_batch(
     """
     kind = pixels.field_types[name]
     if not kind.is_fixed:
-        return [field_value(pixels, name, "tensor")(index) for index in indices.tolist()]
+        return [field_value(pixels, name, "tensor", "stored")(index) for index in indices.tolist()]
     parts = pixels.fixed_fields(name)
     if len(parts) == 1:
         return torch.from_numpy(np.take(parts[0], indices, axis=0))

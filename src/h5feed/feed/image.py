@@ -35,6 +35,7 @@ __all__ = [
     "JpegItems",
     "Output",
     "first_squeezed",
+    "image_place",
     "image_reader",
     "mask_reader",
     "source_size",
@@ -130,6 +131,21 @@ def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, 
     short, long = max(1, int(min(size) * scale)), int(max(size) * scale)
     long = min(long, most // short)
     return (long, short) if size[0] > size[1] else (short, long)
+
+
+def image_place(
+    pixels: PackedFiles, index: int, aspect: Aspect
+) -> tuple[tuple[int, int], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return (height, width) of an image, and scale and shift of (x, y) from where it is stored."""
+    height, width = pixels.stored_shapes[index].tolist()
+    spec, size, shift = pixels.specs["images"], (height, width), (0, 0)
+    if aspect == "source" and pixels.letterbox is not None:
+        top, left, height, width = pixels.letterbox[index].tolist()
+        size, shift = (height, width), (-left, -top)
+    elif aspect == "source" and spec.fit == "stretch" and spec.encoding != "original":
+        size = source_size(size, tuple(pixels.source_shapes[index].tolist()))
+    scale = np.array([size[1] / width, size[0] / height], np.float32)
+    return size, scale, np.array(shift, np.float32)
 
 
 def first_squeezed(pixels: PackedFiles) -> int | None:
