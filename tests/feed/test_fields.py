@@ -251,9 +251,7 @@ def test_boxes_lie_in_the_image_that_is_handed_out(tmp_path, output, aspect, fit
     box, kind = [8, 10, 20, 22], FieldType(kind="boxes", dtype="float32", shape=(4,))
     image[box[1] : box[3], box[0] : box[2]] = 255
     further = {
-        "boxes": FieldValues.of_arrays(
-            [[box]], FieldType(kind="boxes", dtype="float32", shape=(4,))
-        ),
+        "boxes": FieldValues.of_arrays([[box]], kind),
         "spots": FieldValues.of_arrays(
             [[[[14, 16, 2]]]], FieldType(kind="keypoints", dtype="float32", shape=(1, 3))
         ),
