@@ -31,7 +31,7 @@ from h5feed.augment import (
 from h5feed.augment.cpu import are_windows, readable
 from h5feed.augment.frame import COLUMNS
 from h5feed.errors import UsageError
-from h5feed.feed.random import Draws
+from h5feed.feed.random import SeededDraws
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -241,7 +241,7 @@ def test_flips_alternate_from_epoch_to_epoch_whatever_else_changes():
     def flips(epoch, seed=0, indices=None):
         pipeline = Pipeline([RandomCrop(8), AlternatingFlip()])
         pipeline.bind((10, 10))
-        draws = Draws(seed, epoch, np.arange(n) if indices is None else indices)
+        draws = SeededDraws(seed, epoch, np.arange(n) if indices is None else indices)
         return pipeline.draw(draws, ones * 10, ones * 10).views[0][0][:, 10]
 
     first = flips(0)
