@@ -93,6 +93,12 @@ def test_what_was_held_beyond_need_is_freed():
     assert len(slots) == 2
 
 
+def test_slots_begin_with_a_cache_line():
+    """Whole images are copied there a tenth faster than to where numpy's arrays begin."""
+    slots = ring(keep=20)
+    assert {address(slots.take()) % 64 for _ in range(20)} == {0}
+
+
 def test_slots_have_the_type_asked_for():
     assert ring(dtype=np.float32).take().lend(1).dtype == torch.float32
 

@@ -33,6 +33,7 @@ _SHARE = 0.8
 _ALWAYS = 1 << 30
 """Bytes that are not worth a refusal: what is free changes, and there may be swap."""
 _FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+_LINE = 64  # bytes: a cache line, and the widest vector of a CPU
 
 
 class _Loan(weakref.ref[Any]):
@@ -143,10 +144,20 @@ class Ring:
 
     def _allocate(self) -> NDArray[Any]:
         if not self._pinned:
-            return np.empty(self._shape, self._dtype)
+            return _aligned(self.batch_bytes).view(self._dtype).reshape(self._shape)
         memory = torch.empty(self.batch_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         pinned: NDArray[Any] = memory.view(self._dtype).reshape(self._shape)
         return pinned
+
+
+def _aligned(size: int) -> NDArray[np.uint8]:
+    """Return uint8 (size,) that begins with a cache line.
+
+    numpy's own large arrays begin 16 bytes behind a page, and take whole images 10 % more slowly.
+    """
+    memory = np.empty(size + _LINE, np.uint8)
+    begin = -memory.ctypes.data % _LINE
+    return memory[begin : begin + size]
 
 
 def check_room(rings: Sequence[Ring], batches: int) -> None:
