@@ -4,6 +4,7 @@ import pytest
 from h5feed import H5Dataset
 from h5feed.errors import UsageError
 from h5feed.feed.sheet import class_colors, contact_sheet
+from h5feed.store.fields import FieldType, FieldValues
 from packed import random_images, write_packed
 
 PAPER = np.array([255, 255, 255])
@@ -113,3 +114,27 @@ def test_a_sheet_of_nothing_is_refused(tmp_path, given, least):
 def test_the_smallest_sheet_there_is(tmp_path):
     path = write_packed(tmp_path / "a.h5", [flat((0, 0, 0))])
     assert contact_sheet(path, images=1, height=1, width=13).width == 13
+
+
+def test_boxes_and_keypoints_are_drawn_where_they_are(tmp_path):
+    box = FieldType(kind="boxes", dtype="float32", shape=(4,))
+    kinds = FieldType(kind="array", dtype="int64", rows_of="boxes")
+    spot = FieldType(kind="keypoints", dtype="float32", shape=(1, 3))
+    further = {
+        "boxes": FieldValues.of_arrays([[[10, 12, 40, 44]]], box),
+        "kinds": FieldValues.of_arrays([[1]], kinds),
+        "spots": FieldValues.of_arrays([[[[52, 20, 2]]]], spot),
+        "caption": FieldValues.of_texts(["a black square"]),
+    }
+    black = np.zeros((64, 64, 3), np.uint8)
+    path = write_packed(tmp_path / "a.h5", [black], further=further)
+    without = write_packed(tmp_path / "b.h5", [black])
+    sheet = np.asarray(contact_sheet(path, height=64, width=200)).astype(int)
+    plain = np.asarray(contact_sheet(without, height=64, width=200)).astype(int)
+    left = top = 6  # the margin
+    image = sheet[top : top + 64, left : left + 64]
+    color = tuple(class_colors()[2].tolist())
+    assert all(tuple(image[y, x]) == color for y, x in [(43, 20), (30, 10), (30, 39), (12, 38)])
+    assert tuple(image[20, 52]) == tuple(class_colors()[1].tolist())
+    assert not image[50:, :8].any()
+    assert (sheet[top + 64 :] != plain[top + 64 :]).any()  # the caption, not the class

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from h5feed.errors import UsageError
+from h5feed.feed.fields import FieldColumn, field_value
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import image_reader
 from h5feed.jpeg import MAX_PIXELS
@@ -51,7 +52,8 @@ def contact_sheet(
 
     At most `images` of them, taken evenly from all classes in turn; each `height` pixels high,
     flowing in rows of `width` pixels. Masks are laid over their images, each class in a color
-    of its own, which a legend below names.
+    of its own, which a legend below names. Boxes and keypoints are drawn in the colors of their
+    classes, and a field `caption` stands where the class name would.
 
     Raises UsageError where one of the numbers is less than 1, or `width` holds no image, and
     H5FormatError where an image is stored at more than `max_pixels` pixels.
@@ -105,18 +107,58 @@ def _cell(pixels: PackedFiles, index: int, height: int, width: int) -> _Cell:
     image: Image.Image = _image(pixels, "images", index)
     fitted = min(round(image.width * height / image.height), width - 2 * _MARGIN)
     size = (max(1, fitted), height)
+    zoom = size[0] / image.width, size[1] / image.height
     image = image.resize(size, Image.Resampling.LANCZOS)
+    _draw_places(image, pixels, index, zoom)
     if "masks" in pixels.specs:
         drawn = _image(pixels, "masks", index).resize(size, Image.Resampling.NEAREST)
         mask, caption = np.asarray(drawn), Path(pixels.key(index)).name
         return _Cell(overlay_mask(image, mask), caption, frozenset(np.unique(mask).tolist()))
     target = pixels.labels[index].tolist()
-    if isinstance(target, int):
+    if "caption" in pixels.field_types:
+        caption = str(FieldColumn(pixels, "caption").read(index))
+    elif target == -1 and pixels.field_types:
+        caption = Path(pixels.key(index)).name
+    elif isinstance(target, int):
         known = 0 <= target < len(pixels.classes)
         caption = pixels.classes[target] if known else f"label {target}"
     else:
         caption = ", ".join(f"{value:g}" for value in target)
     return _Cell(image, caption)
+
+
+def _draw_places(
+    image: Image.Image, pixels: PackedFiles, index: int, zoom: tuple[float, float]
+) -> None:
+    """Draw an item's boxes, with the names of their classes, and its keypoints into `image`."""
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(_FONT - 2)
+    for name, kind in pixels.field_types.items():
+        if kind.kind not in ("boxes", "keypoints"):
+            continue
+        rows = field_value(pixels, name, "numpy", "source")(index)
+        labels = _labels_beside(pixels, kind.rows_of or name, index, len(rows))
+        for row, label in zip(rows, labels, strict=True):
+            color = tuple(class_colors()[label % (_VOID - 1) + 1].tolist())
+            if kind.kind == "boxes":
+                left, top, right, bottom = (row * (*zoom, *zoom)).tolist()
+                draw.rectangle((left, top, right - 1, bottom - 1), outline=color, width=2)
+                if label < len(pixels.classes):
+                    text = printable(pixels.classes[label])
+                    draw.rectangle(draw.textbbox((left + 2, top + 1), text, font), fill=color)
+                    draw.text((left + 2, top + 1), text, fill=_PAPER, font=font)
+                continue
+            for x, y, seen in row.tolist():
+                x, y = x * zoom[0], y * zoom[1]
+                if seen:
+                    draw.ellipse((x - 2, y - 2, x + 2, y + 2), fill=color)
+
+
+def _labels_beside(pixels: PackedFiles, boxes: str, index: int, count: int) -> list[int]:
+    """Return the class numbers of an item's boxes: those of the whole numbers beside them."""
+    for name, kind in pixels.field_types.items():
+        if kind.rows_of == boxes and (kind.dtype, kind.shape) == ("int64", ()):
+            return [max(0, number) for number in FieldColumn(pixels, name).read(index).tolist()]
+    return [0] * count
 
 
 def _image(pixels: PackedFiles, field: str, index: int) -> Image.Image:
