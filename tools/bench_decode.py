@@ -32,11 +32,11 @@ ROUNDS = 5
 Box = tuple[int, int, int, int]
 
 
-def boxes_of(pixels: PackedFiles, items: np.ndarray, side: int) -> list[Box]:
+def boxes_of(files: PackedFiles, items: np.ndarray, side: int) -> list[Box]:
     """Return the boxes that RandomResizedCrop(side) reads of each image."""
     pipeline = Pipeline([RandomResizedCrop(side)])
     pipeline.bind(None)
-    params = Drawing(pixels, pipeline)(SeededDraws(0, 0, items), items)
+    params = Drawing(files, pipeline)(SeededDraws(0, 0, items), items)
     return [tuple(row) for row in pipeline.source_rows(params).tolist()]
 
 
@@ -73,12 +73,12 @@ def microseconds(work: Callable[[bytes, Box], object], jobs: list[tuple[bytes, B
 
 def measure(path: Path, count: int) -> None:
     """Print the rows of one file."""
-    pixels = H5Dataset(path).pixels
-    spec = pixels.specs["images"]
-    items = np.random.default_rng(0).permutation(len(pixels))[:count]
-    data = {int(i): bytes(pixels.item("images", int(i))) for i in items}
+    files = H5Dataset(path).files
+    spec = files.specs["images"]
+    items = np.random.default_rng(0).permutation(len(files))[:count]
+    data = {int(i): bytes(files.item("images", int(i))) for i in items}
     upright = np.array([i for i in items if read_header(data[int(i)]).orientation == 1])
-    shapes = pixels.stored_shapes
+    shapes = files.stored_shapes
     scratch = np.empty(int(shapes.max(axis=0).prod()) * 3, np.uint8)
 
     def whole(content: bytes, box: Box) -> None:
@@ -90,7 +90,7 @@ def measure(path: Path, count: int) -> None:
     for side in SIDES:
         jobs = [
             (data[int(i)], box)
-            for i, box in zip(upright, boxes_of(pixels, upright, side), strict=True)
+            for i, box in zip(upright, boxes_of(files, upright, side), strict=True)
         ]
         times = [
             microseconds(whole, jobs),

@@ -185,13 +185,13 @@ def test_training_has_no_sweep_and_knows_its_models(packed, capsys):
 
 
 def test_a_crop_is_what_the_images_have_and_a_larger_one_is_said(packed):
-    pixels = PackedFiles([packed / "data.h5"])
-    usual = CompareOptions().for_file(pixels)
+    files = PackedFiles([packed / "data.h5"])
+    usual = CompareOptions().for_file(files)
     assert (usual.side, usual.batch) == (32, 24)
-    assert crop_in_words(pixels, usual) == "32²"
-    large = CompareOptions(crop=48).for_file(pixels)
-    assert crop_in_words(pixels, large) == "48² (enlarged: stored at 32)"
-    assert crop_in_words(pixels, CompareOptions(crop=16).for_file(pixels)) == "16²"
+    assert crop_in_words(files, usual) == "32²"
+    large = CompareOptions(crop=48).for_file(files)
+    assert crop_in_words(files, large) == "48² (enlarged: stored at 32)"
+    assert crop_in_words(files, CompareOptions(crop=16).for_file(files)) == "16²"
 
 
 def test_images_of_their_own_sizes_are_cropped_as_usual(tmp_path):

@@ -265,7 +265,7 @@ def test_parts_of_other_things_are_one_sentence(ds):
             H5Loader(wrong, 4)
     with pytest.raises(UsageError, match="has indices from 12 to 12, and what it is a"):
         H5Loader(Subset(ds, [12]), 4)
-    other = H5Dataset(ds.pixels.paths, aspect="stored", target_dtype=torch.int32)
+    other = H5Dataset(ds.files.paths, aspect="stored", target_dtype=torch.int32)
     with pytest.raises(UsageError, match=r"joins datasets of target_dtype=None and targe"):
         H5Loader(ConcatDataset([ds, other]), 4)
 

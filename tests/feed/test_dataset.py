@@ -112,7 +112,7 @@ def test_indices_are_those_of_a_list(path):
 def test_several_samples_come_as_a_list_announced_before_they_are_read(path):
     ds = H5Dataset(path)
     told = []
-    ds.pixels.announce = lambda indices: told.append(list(indices))
+    ds.files.announce = lambda indices: told.append(list(indices))
     samples = ds.__getitems__([3, -1, 3])
     assert told == [[3, 9, 3]]
     assert [label for _, label in samples] == [1, 1, 1]
@@ -600,7 +600,7 @@ def test_the_first_squeezed_image_comes_with_a_warning_where_nobody_asked(tmp_pa
         H5Dataset(write_packed(tmp_path / "a.h5", images))[0]
         with H5Loader(H5Dataset(path), 5, shuffle=True) as loader:
             list(loader)
-        channel_stats(H5Dataset(path).pixels)
+        channel_stats(H5Dataset(path).files)
 
 
 def test_all_images_as_one_tensor_are_squeezed_only_where_that_was_said(tmp_path, images):

@@ -195,7 +195,7 @@ def test_memory_of_a_batch_waits_for_the_consumers_stream():
 def test_stats_say_who_decodes(tmp_path, kind, said):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
     assert H5Loader(ds, 4, shuffle=True).stats()["decoding"] == said
-    there = explain_decoding(ds.pixels, SimpleNamespace(device=torch.device("cuda", 0)))
+    there = explain_decoding(ds.files, SimpleNamespace(device=torch.device("cuda", 0)))
     assert ("DaliLoader decodes on a GPU" in there) == (kind == "jpeg")
 
 

@@ -28,8 +28,8 @@ def test_channel_stats_weigh_pixels_not_images(tmp_path):
 def test_channel_stats_limit(tmp_path):
     images = random_images(100, (8, 8))
     done = []
-    pixels = PackedFiles([write_packed(tmp_path / "a.h5", images)])
-    stats = channel_stats(pixels, limit=2, progress=done.append)
+    files = PackedFiles([write_packed(tmp_path / "a.h5", images)])
+    stats = channel_stats(files, limit=2, progress=done.append)
     assert stats.images == 2
     assert sum(done) == 2
     assert stats.mean == pytest.approx(np.stack([images[0], images[99]]).mean((0, 1, 2)) / 255)

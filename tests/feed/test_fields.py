@@ -52,7 +52,7 @@ def test_a_column_reads_single_items(path):
 def test_a_whole_column_of_numbers_is_no_copy(path):
     ds = dataset(path)
     column = np.asarray(ds.fields["price"])
-    assert np.shares_memory(column, ds.pixels.fixed_fields("price")[0])
+    assert np.shares_memory(column, ds.files.fixed_fields("price")[0])
     assert not column.flags.writeable
 
 
@@ -185,8 +185,8 @@ def test_bytes_that_are_no_text_name_their_item(path):
     ):
         dataset(path).fields["caption"][3]
     assert dataset(path).fields["caption"][2] == "image 2"
-    assert not dataset(path).pixels.is_intact(3)
-    assert dataset(path).pixels.is_intact(2)
+    assert not dataset(path).files.is_intact(3)
+    assert dataset(path).files.is_intact(2)
 
 
 @pytest.mark.parametrize("views", [1, 2])

@@ -24,32 +24,32 @@ def shards(tmp_path):
 
 def test_several_files_are_one_row_of_items(shards):
     paths, images = shards
-    pixels = PackedFiles(paths)
-    assert len(pixels) == 8
+    files = PackedFiles(paths)
+    assert len(files) == 8
     for i, image in enumerate(images):
-        assert np.array_equal(pixels.item("images", i), image)
-    assert [pixels.locate(i) for i in (0, 3, 4, 5, 7)] == [(0, 0), (0, 3), (1, 0), (2, 0), (2, 2)]
-    assert pixels.labels.tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert pixels.keys() == [f"cat/{i}.png" for i in range(8)] == list(map(pixels.key, range(8)))
-    assert pixels.stored_shapes.tolist() == [[32, 32]] * 8
-    assert pixels.source_shapes.shape == (8, 2)
+        assert np.array_equal(files.item("images", i), image)
+    assert [files.locate(i) for i in (0, 3, 4, 5, 7)] == [(0, 0), (0, 3), (1, 0), (2, 0), (2, 2)]
+    assert files.labels.tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert files.keys() == [f"cat/{i}.png" for i in range(8)] == list(map(files.key, range(8)))
+    assert files.stored_shapes.tolist() == [[32, 32]] * 8
+    assert files.source_shapes.shape == (8, 2)
 
 
 def test_it_pickles_as_paths_and_opens_the_same_items(shards):
     paths, images = shards
-    pixels = PackedFiles(paths)
-    pickled = pickle.dumps(pixels)
+    files = PackedFiles(paths)
+    pickled = pickle.dumps(files)
     assert len(pickled) < 1000
     again = pickle.loads(pickled)
-    assert again.fingerprint == pixels.fingerprint
+    assert again.fingerprint == files.fingerprint
     assert np.array_equal(again.item("images", 6), images[6])
 
 
 def test_the_size_of_a_pickle_does_not_grow_with_items(tmp_path):
     path = write_packed(tmp_path / "n.h5", random_images(100_000, (1, 1)))
-    pixels = PackedFiles([path])
-    assert len(pixels) == 100_000
-    assert len(pickle.dumps(pixels)) < 10_000
+    files = PackedFiles([path])
+    assert len(files) == 100_000
+    assert len(pickle.dumps(files)) < 10_000
 
 
 def test_a_file_that_changed_is_refused_when_unpickled(tmp_path):
@@ -69,36 +69,36 @@ def test_one_fingerprint_for_all_files_together(shards):
 
 
 def test_what_is_read_here_cannot_be_written_to(shards):
-    pixels = PackedFiles(shards[0])
+    files = PackedFiles(shards[0])
     with pytest.raises(ValueError, match="read-only"):
-        pixels.item("images", 6)[:] = 0
+        files.item("images", 6)[:] = 0
     with pytest.raises(ValueError, match="WRITEABLE"):
-        pixels.item("images", 6).flags.writeable = True
+        files.item("images", 6).flags.writeable = True
 
 
 def test_writable_items_of_several_files(shards):
     paths, images = shards
-    pixels = PackedFiles(paths)
+    files = PackedFiles(paths)
     for index, image in enumerate(images):
-        item = pixels.writable("images", index)
+        item = files.writable("images", index)
         assert np.array_equal(item, image)
         item[:] = 0
-        assert np.array_equal(pixels.item("images", index), image)
+        assert np.array_equal(files.item("images", index), image)
 
 
-def announced(pixels, indices):
+def announced(files, indices):
     """The (file, start, length) that `announce` tells the kernel, and what it returns."""
     told = []
-    for number, mapping in enumerate(pixels._mappings):
+    for number, mapping in enumerate(files._mappings):
         mapping.announce = lambda start, length, n=number: told.append((n, start, length))
-    return told, pixels.announce(indices)
+    return told, files.announce(indices)
 
 
 def test_neighbors_are_announced_together_in_the_order_of_need(shards):
-    pixels = PackedFiles(shards[0])
-    start = [index.extents["images"].start for index in pixels.indexes]
+    files = PackedFiles(shards[0])
+    start = [index.extents["images"].start for index in files.indexes]
     size = 32 * 32 * 3
-    told, total = announced(pixels, [5, 6, 2, 3, 4, 0])
+    told, total = announced(files, [5, 6, 2, 3, 4, 0])
     assert told == [
         (2, start[2], 2 * size),
         (0, start[0] + 2 * size, 2 * size),
@@ -121,20 +121,20 @@ def test_items_with_masks_and_of_their_own_size(tmp_path):
     path = write_packed(
         tmp_path / "k.h5", images, spec=image_spec(size=(8, 8), fit="keep"), stored_shapes=shapes
     )
-    pixels = PackedFiles([path])
-    assert pixels.stored_shapes.tolist() == shapes.tolist()
-    assert pixels.item_bytes([2, 0]).tolist() == [8 * 8 * 3, 8 * 12 * 3]
-    assert np.array_equal(pixels.item("images", 1), images[1])
+    files = PackedFiles([path])
+    assert files.stored_shapes.tolist() == shapes.tolist()
+    assert files.item_bytes([2, 0]).tolist() == [8 * 8 * 3, 8 * 12 * 3]
+    assert np.array_equal(files.item("images", 1), images[1])
     with pytest.raises(UsageError, match="not one array of one size"):
-        pixels.whole("images")
+        files.whole("images")
 
     masks = [np.full((32, 32, 1), i, np.uint8) for i in range(3)]
     path = write_packed(tmp_path / "m.h5", random_images(3), masks=masks)
-    pixels = PackedFiles([path])
-    assert pixels.specs["masks"] == mask_spec((32, 32))
-    assert pixels.item_bytes([1]).tolist() == [32 * 32 * 4]
-    assert np.array_equal(pixels.item("masks", 2), masks[2])
-    told, total = announced(pixels, [0])
+    files = PackedFiles([path])
+    assert files.specs["masks"] == mask_spec((32, 32))
+    assert files.item_bytes([1]).tolist() == [32 * 32 * 4]
+    assert np.array_equal(files.item("masks", 2), masks[2])
+    told, total = announced(files, [0])
     assert len(told) == 2
     assert total == 32 * 32 * 4
 

@@ -252,13 +252,13 @@ def test_no_wrong_bit_of_a_header_gives_a_image(tmp_path):
     for bit in range(8 * header):
         broken = np.frombuffer(good[1], np.uint8).copy()
         broken[bit // 8] ^= 1 << bit % 8
-        ds.pixels.item = lambda field, index, data=broken: data
+        ds.files.item = lambda field, index, data=broken: data
         with pytest.raises(DamagedItemError, match=r"item 1 of /images .* cannot be decoded: "):
             ds[1]
         if bit % 5 == 0:
             with pytest.raises(ValueError, match=r"its header|its bytes|JPEG"):
-                JpegItems(ds.pixels, "images").decode(1)  # which knows no header yet
-        del ds.pixels.item
+                JpegItems(ds.files, "images").decode(1)  # which knows no header yet
+        del ds.files.item
     assert all(torch.equal(ds[i][0], image) for i, image in enumerate(wanted))
 
 

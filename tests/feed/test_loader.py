@@ -83,21 +83,21 @@ def test_without_ops_images_come_as_they_are_stored(tmp_path, kind, on):
 def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
     """Against the pipeline fed one image at a time from H5Dataset."""
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind), output="numpy")
-    pixels = ds.pixels
-    found = load(H5Dataset(pixels.paths), augment=CROP, seed=3)
+    files = ds.files
+    found = load(H5Dataset(files.paths), augment=CROP, seed=3)
     for index, (views, _) in found.items():
         pipeline = augment.Pipeline(CROP)
-        yuv = pixels.specs["images"].encoding == "yuv420"
-        stored = pixels.stored_shapes[[index]]
+        yuv = files.specs["images"].encoding == "yuv420"
+        stored = files.stored_shapes[[index]]
         pipeline.bind(tuple(stored[0].tolist()), encoding="yuv420" if yuv else "raw")
         params = pipeline.draw(
             SeededDraws(3, 0, np.array([index])),
             stored,
-            stored if kind == "crop" else pixels.source_shapes[[index]],
-            None if pixels.letterbox is None else pixels.letterbox[[index]],
+            stored if kind == "crop" else files.source_shapes[[index]],
+            None if files.letterbox is None else files.letterbox[[index]],
         )
         out = np.empty((1, 16, 16, 3), np.uint8)
-        image = pixels.item("images", index) if yuv else ds[index][0]
+        image = files.item("images", index) if yuv else ds[index][0]
         pipeline.run_cpu(params, 0, [image], out)
         np.testing.assert_array_equal(views[0].permute(1, 2, 0).numpy(), out[0])
 
@@ -277,7 +277,7 @@ def masked(tmp_path):
 
 @pytest.mark.parametrize("views", [1, 2])
 def test_targets_come_in_target_dtype_and_padding_as_ignore_index(masked, views):
-    ds = H5Dataset(masked.pixels.paths, target_dtype=torch.int64)
+    ds = H5Dataset(masked.files.paths, target_dtype=torch.int64)
     ops = [augment.RandomCrop(32, padding=16, mask_fill=255)]
     with H5Loader(ds, 4, shuffle=True, augment=ops, views=views) as loader:
         for images, masks in loader:
@@ -496,7 +496,7 @@ RANK = """
 
 
 def test_a_loader_made_before_the_group_shares_its_epoch(ds, tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(RANK), ds.pixels.paths[0]]
+    command = [sys.executable, "-c", textwrap.dedent(RANK), ds.files.paths[0]]
     ranks = [
         subprocess.Popen(
             [*command, str(tmp_path / "meeting"), str(rank)],
@@ -656,7 +656,7 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
     batches = BatchSampler(SequentialSampler(ds), 5, drop_last=False)  # 5, 5 and 2
     with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
         iter(H5Loader(ds, 4, sampler=batches))
-    ds = H5Dataset(ds.pixels.paths, transform=lambda image: image, aspect="stored")
+    ds = H5Dataset(ds.files.paths, transform=lambda image: image, aspect="stored")
     with pytest.raises(UsageError, match="use make_dataloader"):
         H5Loader(ds, 4, shuffle=True)
 
@@ -664,7 +664,7 @@ def test_refuses_foreign_datasets_transforms_and_samplers(ds):
 @pytest.mark.parametrize("output", ["tensor", "numpy", "pil"])
 @pytest.mark.parametrize("aspect", ["stored", "source"])
 def test_what_a_dataset_asks_for_is_done_or_refused(ds, output, aspect):
-    ds = H5Dataset(ds.pixels.paths, output=output, aspect=aspect)
+    ds = H5Dataset(ds.files.paths, output=output, aspect=aspect)
     if (output, aspect) == ("tensor", "stored"):
         assert len(H5Loader(ds, 4, shuffle=True)) == 3
         return

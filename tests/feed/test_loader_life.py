@@ -420,7 +420,7 @@ def start(ds, body):
     """Run SCRIPT and `body` in a process that does not outlive the test."""
     code = textwrap.dedent(SCRIPT) + textwrap.dedent(body)
     process = subprocess.Popen(
-        [sys.executable, "-c", code, ds.pixels.paths[0]],
+        [sys.executable, "-c", code, ds.files.paths[0]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

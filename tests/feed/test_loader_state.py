@@ -91,7 +91,7 @@ def test_a_new_process_goes_on_with_what_is_left(ds, tmp_path):
         done = by_index([next(passed) for _ in range(7)])
         state = json.dumps(loader.state_dict())
     out = tmp_path / "rest.pt"
-    command = [sys.executable, "-c", textwrap.dedent(REST), ds.pixels.paths[0], str(out), state]
+    command = [sys.executable, "-c", textwrap.dedent(REST), ds.files.paths[0], str(out), state]
     subprocess.run(command, check=True)
     assert_same(done | by_index(torch.load(out)), expected)
 
@@ -260,7 +260,7 @@ def test_refuses_a_state_of_other_data(ds, tmp_path):
     state = make(ds).state_dict()
     with pytest.raises(UsageError) as caught:
         make(other).load_state_dict(state)
-    assert f"its fingerprint is {ds.pixels.fingerprint[:12]}…" in str(caught.value)
+    assert f"its fingerprint is {ds.files.fingerprint[:12]}…" in str(caught.value)
     assert "open the files it was made with" in str(caught.value)
 
 

@@ -29,66 +29,66 @@ class Spy(PackedFiles):
 
 
 @pytest.fixture
-def pixels(tmp_path):
+def files(tmp_path):
     spy = Spy([write_packed(tmp_path / "a.h5", random_images(COUNT))])
     spy.announced = []
     return spy
 
 
-def make(pixels, lookahead, **options):
+def make(files, lookahead, **options):
     steps = Steps(samples=COUNT, batch_size=BATCH, **options)
     plan = BatchPlan(FullShuffle(COUNT, 1, 0), steps, None, seed=1, epoch=0)
-    return ReadAhead(pixels, plan, lookahead=lookahead)
+    return ReadAhead(files, plan, lookahead=lookahead)
 
 
-def test_batches_are_announced_once_in_order_and_lookahead_bytes_ahead(pixels):
-    ahead = make(pixels, 3 * BATCH * ITEM)
+def test_batches_are_announced_once_in_order_and_lookahead_bytes_ahead(files):
+    ahead = make(files, 3 * BATCH * ITEM)
     expected = FullShuffle(COUNT, 1, 0)(np.arange(COUNT)).reshape(-1, BATCH)
     total = 0
     for step in range(COUNT // BATCH):
         samples = ahead.samples(step)
         total += samples.announced
         assert samples.indices.tolist() == expected[step].tolist()
-        assert pixels.announced == expected[: step + 4].tolist()
+        assert files.announced == expected[: step + 4].tolist()
     assert total >= COUNT * ITEM, "gaps of less than a page are read along"
 
 
-def test_a_lookahead_of_part_of_a_batch_is_one_batch(pixels):
-    make(pixels, 1).samples(0)
-    assert len(pixels.announced) == 2
+def test_a_lookahead_of_part_of_a_batch_is_one_batch(files):
+    make(files, 1).samples(0)
+    assert len(files.announced) == 2
 
 
-def test_small_items_are_announced_by_number(pixels, monkeypatch):
+def test_small_items_are_announced_by_number(files, monkeypatch):
     monkeypatch.setattr("h5feed.feed.readahead._UNDER_WAY", 4 * BATCH - 1)
-    make(pixels, 10**9).samples(0)
-    assert len(pixels.announced) == 5
+    make(files, 10**9).samples(0)
+    assert len(files.announced) == 5
 
 
-def test_nothing_is_announced_without_lookahead(pixels):
-    ahead = make(pixels, 0)
+def test_nothing_is_announced_without_lookahead(files):
+    ahead = make(files, 0)
     assert all(ahead.samples(step).announced == 0 for step in range(40))
-    assert pixels.announced == []
+    assert files.announced == []
 
 
-def test_what_is_in_memory_is_not_announced(pixels, monkeypatch):
+def test_what_is_in_memory_is_not_announced(files, monkeypatch):
     monkeypatch.setattr("h5feed.feed.readahead._AT_ONCE", BATCH)  # decide on each batch alone
-    pixels.cached = True
-    ahead = make(pixels, 1)
+    files.cached = True
+    ahead = make(files, 1)
     for step in range(20):
         ahead.samples(step)
-    assert pixels.announced == []
-    pixels.cached = False
+    assert files.announced == []
+    files.cached = False
     ahead.samples(20)
-    assert len(pixels.announced) == 1
-    pixels.cached = True
+    assert len(files.announced) == 1
+    files.cached = True
     for step in range(21, 40):
         ahead.samples(step)
-    assert len(pixels.announced) == 16, "it stays awake for some time"
+    assert len(files.announced) == 16, "it stays awake for some time"
 
 
-def test_steps_may_be_asked_for_in_any_order_and_by_threads(pixels):
+def test_steps_may_be_asked_for_in_any_order_and_by_threads(files):
     expected = FullShuffle(COUNT, 1, 0)(np.arange(COUNT)).reshape(-1, BATCH)
-    ahead, found = make(pixels, 4 * BATCH * ITEM), {}
+    ahead, found = make(files, 4 * BATCH * ITEM), {}
     steps = list(np.random.default_rng(0).permutation(COUNT // BATCH))
 
     def ask():
@@ -108,15 +108,15 @@ def test_steps_may_be_asked_for_in_any_order_and_by_threads(pixels):
     assert all((found[step] == expected[step]).all() for step in found)
 
 
-def test_only_this_ranks_samples_are_announced(pixels):
-    ahead = make(pixels, 10**9, rank=1, world_size=4)
+def test_only_this_ranks_samples_are_announced(files):
+    ahead = make(files, 10**9, rank=1, world_size=4)
     ahead.samples(0)
     mine = [
         sample
         for step in range(len(ahead.steps))
         for sample in FullShuffle(COUNT, 1, 0)(ahead.steps.positions(step)).tolist()
     ]
-    assert [sample for batch in pixels.announced for sample in batch] == mine
+    assert [sample for batch in files.announced for sample in batch] == mine
 
 
 def drop_from_memory(path):

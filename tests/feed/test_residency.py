@@ -121,7 +121,7 @@ def test_a_batch_is_the_callers_own(ds):
 
 def test_loaders_over_one_file_share_the_images(ds):
     one = make(ds, residency="device", indices=range(6))
-    other = make(H5Dataset(ds.pixels.paths), residency="device", indices=range(6, 12))
+    other = make(H5Dataset(ds.files.paths), residency="device", indices=range(6, 12))
     assert one._builder.resident is other._builder.resident
     assert one._builder.resident is not make(ds, residency="pinned")._builder.resident
     list(one)
@@ -155,7 +155,7 @@ def test_nothing_is_left_for_threads_and_slots(ds):
 )
 def test_refuses_images_of_many_sizes(tmp_path, kind, mode, hint):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    spec = ds.pixels.specs["images"]
+    spec = ds.files.specs["images"]
     with pytest.raises(UsageError) as caught:
         make(ds, residency=mode, augment_on="auto")
     assert str(caught.value) == (
@@ -187,7 +187,7 @@ def chosen(ds, *, device, host, augment_on="auto", where=None):
     size = 12 * 32 * 32 * 3
     return choose_residency(
         "auto",
-        ds.pixels,
+        ds.files,
         transfer(device * size) if where is None else where,
         augment_on=augment_on,
         free_host=lambda: host * size,

@@ -106,7 +106,7 @@ def test_padding_goes_on_from_the_beginning():
 COUNT = 1_000_000
 
 
-def pixels(fit, *, letterbox=None):
+def files(fit, *, letterbox=None):
     """A million images of one stored size, as far as parameters need to know them."""
     stored = np.broadcast_to(np.int32([32, 32]), (COUNT, 2))
     source = np.tile(np.int32([60, 80]), (COUNT, 1))
@@ -116,16 +116,16 @@ def pixels(fit, *, letterbox=None):
     )
 
 
-def draw(pixels, indices):
+def draw(files, indices):
     pipeline = Pipeline([RandomResizedCrop(16)])
     pipeline.bind((32, 32))
-    drawing = Drawing(pixels, pipeline)
+    drawing = Drawing(files, pipeline)
     return lambda: drawing(SeededDraws(1, 0, indices), indices)
 
 
 @pytest.mark.parametrize("fit", ["stretch", "crop"])
 def test_a_batch_of_parameters_costs_no_more_memory_in_a_large_set(fit):
-    drawn = draw(pixels(fit), np.random.default_rng(0).integers(0, COUNT, 256))
+    drawn = draw(files(fit), np.random.default_rng(0).integers(0, COUNT, 256))
     tracemalloc.start()
     try:
         drawn()
@@ -135,7 +135,7 @@ def test_a_batch_of_parameters_costs_no_more_memory_in_a_large_set(fit):
 
 
 def test_parameters_of_more_samples_than_there_are_images():
-    few = pixels("stretch")
+    few = files("stretch")
     few.stored_shapes, few.source_shapes = few.stored_shapes[:3], few.source_shapes[:3]
     indices = np.array([2, 0, 1] * 5)
     assert len(draw(few, indices)()) == 15
@@ -143,7 +143,7 @@ def test_parameters_of_more_samples_than_there_are_images():
 
 def test_each_sample_has_its_own_sizes():
     """A tall image's crops are squeezed otherwise than a wide one's."""
-    mixed = pixels("stretch")
+    mixed = files("stretch")
     mixed.source_shapes[::2] = 80, 60
     rows = draw(mixed, np.arange(2000))().views[0][0]
     tall, wide = rows[::2, 2:4].mean(axis=0), rows[1::2, 2:4].mean(axis=0)

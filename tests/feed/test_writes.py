@@ -273,6 +273,6 @@ def test_no_memory_for_all_images_at_once_is_one_sentence(packed, monkeypatch):
     def refuse(field):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(ds.pixels, "writable_whole", refuse)
+    monkeypatch.setattr(ds.files, "writable_whole", refuse)
     with pytest.raises(UsageError, match=r"a\.h5 \(Cannot allocate memory; vm.ov.*; use ds\[i\]"):
         ds.images  # noqa: B018

@@ -508,7 +508,7 @@ def test_the_interpreter_exits(ds, body):
         loader = DaliLoader(H5Dataset(sys.argv[1]), 4, augment=(augment.RandomResizedCrop(16),))
         {body}
         """
-    command = [sys.executable, "-c", textwrap.dedent(code), ds.pixels.paths[0]]
+    command = [sys.executable, "-c", textwrap.dedent(code), ds.files.paths[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -95,8 +95,8 @@ class NvJpeg:
         device: torch.device,
         seed: int,
     ) -> None:
-        spec = ds.pixels.specs["images"]
-        self._pixels = ds.pixels
+        spec = ds.files.specs["images"]
+        self._pixels = ds.files
         self._pipeline = Pipeline(augment)
         self._pipeline.bind((spec.height, spec.width))
         self._steps = Steps(samples=len(ds), batch_size=batch_size, drop_last=True)

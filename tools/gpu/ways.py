@@ -64,7 +64,7 @@ def _synthetic(trial: Trial) -> Any:
 def _common(trial: Trial, file: Path) -> tuple[H5Dataset, dict[str, Any]]:
     """Return the file's dataset, and what all loaders of packed files are given."""
     ds, config = H5Dataset(file), trial.config
-    spec = ds.pixels.specs["images"]
+    spec = ds.files.specs["images"]
     ops = training_ops(config.data, trial.data.size, (spec.height, spec.width), dense=False)
     return ds, {
         "batch_size": config.batch_size,

@@ -54,16 +54,16 @@ def bare(
     The crops are drawn beforehand, by the same ops. JPEGs are decoded whole, or, with `region`,
     as far as the crop needs.
     """
-    pixels = H5Dataset(path).pixels
-    spec, count = pixels.specs["images"], len(pixels)
+    files = H5Dataset(path).files
+    spec, count = files.specs["images"], len(files)
     pipeline = Pipeline(ops)
     size = pipeline.bind((spec.height, spec.width))
     order = np.random.default_rng(0).permutation(count)
     params = pipeline.draw(
-        SeededDraws(0, 0, order), pixels.stored_shapes[order], pixels.source_shapes[order]
+        SeededDraws(0, 0, order), files.stored_shapes[order], files.source_shapes[order]
     )
     rows, items = params.views[0][0].tolist(), order.tolist()
-    view = _view(pixels, region)
+    view = _view(files, region)
     out = np.zeros((batch_size, *size, 3), np.uint8)
     share = -(-batch_size // (2 * threads))
     shape = size[::-1]
@@ -82,25 +82,25 @@ def bare(
     return timed(lambda: _batches(pool, fill, count, batch_size, share))
 
 
-def _view(pixels: Any, region: bool) -> Callable[[int, Any], tuple[Any, int, int]]:
-    """Return what gives an item's pixels around a box, and where they begin in the image.
+def _view(files: Any, region: bool) -> Callable[[int, Any], tuple[Any, int, int]]:
+    """Return what gives an item's files around a box, and where they begin in the image.
 
     JPEGs are decoded into each thread's own memory, used again, as H5Loader does: fresh memory
     would cost half as much as the decoding, and the loop be no ceiling.
     """
-    if pixels.specs["images"].is_fixed:
-        whole = pixels.whole("images")
+    if files.specs["images"].is_fixed:
+        whole = files.whole("images")
         return lambda index, _: (whole[index], 0, 0)
-    size, memory = int(pixels.stored_shapes.prod(1).max()) * 3, threading.local()
+    size, memory = int(files.stored_shapes.prod(1).max()) * 3, threading.local()
 
     def decoded(index: int, box: Any) -> tuple[Any, int, int]:
-        scratch = getattr(memory, "pixels", None)
+        scratch = getattr(memory, "files", None)
         if scratch is None:
             scratch = memory.pixels = np.empty(size, np.uint8)
-        data = pixels.item("images", index)
+        data = files.item("images", index)
         if region:
             return decode_jpeg_region(data, box, scratch)
-        height, width = pixels.stored_shapes[index].tolist()
+        height, width = files.stored_shapes[index].tolist()
         out = scratch[: height * width * 3].reshape(height, width, 3)
         return decode_jpeg(data, out), 0, 0
 
@@ -109,7 +109,7 @@ def _view(pixels: Any, region: bool) -> Callable[[int, Any], tuple[Any, int, int
 
 def index_select(path: Path, batch_size: int, threads: int) -> Window:
     """Return the window of torch.index_select into one buffer, a share of it per thread."""
-    images = torch.from_numpy(H5Dataset(path).pixels.writable_whole("images"))
+    images = torch.from_numpy(H5Dataset(path).files.writable_whole("images"))
     out = torch.zeros((batch_size, *images.shape[1:]), dtype=torch.uint8)
     order = torch.randperm(len(images))
     share = -(-batch_size // (2 * threads))

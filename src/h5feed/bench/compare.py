@@ -291,7 +291,7 @@ def small_items(pixels: PackedFiles) -> npt.NDArray[np.int64]:
 def write_small(file: Path, out: Path, threads: int) -> None:
     """Write `small_items` as JPEG files of quality 90 below `out`, in a folder per label."""
     dataset = H5Dataset(str(file), output="numpy", aspect="stored")
-    labels = _plain_labels(dataset.pixels)
+    labels = _plain_labels(dataset.files)
 
     def write(index: int) -> None:
         pixels, label = dataset[index][0], 0 if labels is None else int(labels[index])
@@ -300,7 +300,7 @@ def write_small(file: Path, out: Path, threads: int) -> None:
         Image.fromarray(pixels).save(folder / f"{index:09}.jpg", quality=90)
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(write, small_items(dataset.pixels).tolist()))
+        list(pool.map(write, small_items(dataset.files).tolist()))
 
 
 def _plain_labels(pixels: PackedFiles) -> npt.NDArray[Any] | None:

@@ -47,8 +47,8 @@ def main(args: Sequence[str] | None = None) -> int:
 def _show(command: _ShowOptions) -> None:
     _check(command)
     if command.stats:
-        pixels = PackedFiles([command.file]).reading()
-        facts = file_facts(pixels.indexes[0]) | {"channel_stats": asdict(_stats(pixels))}
+        files = PackedFiles([command.file]).reading()
+        facts = file_facts(files.indexes[0]) | {"channel_stats": asdict(_stats(files))}
     else:  # nothing is decoded, so images may be of any size
         facts = file_facts(read_index(command.file))
     if command.sheet is not None:
@@ -71,9 +71,9 @@ def _write_sheet(command: _ShowOptions, path: Path) -> None:
         sheet.save(file, "PNG")
 
 
-def _stats(pixels: PackedFiles) -> ChannelStats:
-    with Progress(len(pixels), "statistics") as progress:
-        return channel_stats(pixels, progress=progress.advance)
+def _stats(files: PackedFiles) -> ChannelStats:
+    with Progress(len(files), "statistics") as progress:
+        return channel_stats(files, progress=progress.advance)
 
 
 if __name__ == "__main__":

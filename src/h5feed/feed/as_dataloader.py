@@ -126,7 +126,7 @@ def find_items(dataset: Any) -> tuple[H5Dataset, Indices | None]:
                     f"{name}={getattr(other, name)!r}; give them the same"
                 )
     joint = H5Dataset(
-        [path for leaf in leaves for path in leaf.pixels.paths],
+        [path for leaf in leaves for path in leaf.files.paths],
         target_transform=first.target_transform,
         target_dtype=first.target_dtype,
         target=first.target,

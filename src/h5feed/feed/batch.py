@@ -34,7 +34,7 @@ class BatchBuilder:
     """Makes parameters, memory and delivered tensors of batches. Thread-safe; knows no epoch.
 
     Args:
-        pixels: what to feed.
+        files: what to feed.
         pipeline: what happens to the images; None where they are delivered as stored.
         transfer: where batches go.
         batch_size: rows of a slot.
@@ -52,7 +52,7 @@ class BatchBuilder:
 
     def __init__(
         self,
-        pixels: PackedFiles,
+        files: PackedFiles,
         pipeline: Pipeline | None,
         transfer: DeviceTransfer,
         *,
@@ -67,7 +67,7 @@ class BatchBuilder:
         keys: tuple[str, str] | None = None,
         resident: Resident | None = None,
     ) -> None:
-        self.pixels = pixels
+        self.files = files
         self.pipeline = pipeline
         self.transfer = transfer
         self.on_device = on_device
@@ -88,13 +88,13 @@ class BatchBuilder:
         self._keep = keep
         as_stored = pipeline is None or on_device
         self._dtype = torch.uint8 if pipeline is None or as_stored else pipeline.out_dtype
-        self.drawing = None if pipeline is None else Drawing(pixels, pipeline)
+        self.drawing = None if pipeline is None else Drawing(files, pipeline)
         """What draws the parameters of a batch; None where nothing happens to it."""
         without = {*(["images"] if resident else []), *(["masks"] if self._skips_masks else [])}
-        names = [name for name in pixels.specs if name not in without]
-        self.fields = make_fields(pixels, pipeline, names, on_device=on_device)
+        names = [name for name in files.specs if name not in without]
+        self.fields = make_fields(files, pipeline, names, on_device=on_device)
         """What the loader's workers fill."""
-        self._rings = [self._field_rings(pixels.specs[name]) for name in names]
+        self._rings = [self._field_rings(files.specs[name]) for name in names]
 
     @property
     def rings(self) -> list[Ring]:
@@ -143,7 +143,7 @@ class BatchBuilder:
 
     def _target(self, indices: Indices, masks: dict[str, Any], params: Params | None) -> Any:
         def name(k: int) -> str:
-            return self.pixels.place("images", int(indices[k]))
+            return self.files.place("images", int(indices[k]))
 
         transform, dtype = self._target_transform, self._target_dtype
         if isinstance(self._named, tuple):
@@ -153,7 +153,7 @@ class BatchBuilder:
             values = self._value(self._named, indices, masks, self._moved(indices, params))
             return values if transform is None else transform_targets(values, transform, name)
         if not masks:
-            labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
+            labels = torch.from_numpy(np.take(self.files.labels, indices, axis=0))
             labels = transform_targets(labels, transform, name, dtype)
             if params is not None and self.pipeline is not None:
                 labels = self.pipeline.mix_labels(params, labels)
@@ -174,10 +174,10 @@ class BatchBuilder:
         """Refuse what would be done to one target, where several or others come."""
         if self._named in (None, "label", "mask"):
             return
-        places = [n for n in self._names if is_place(self.pixels, n)]
+        places = [n for n in self._names if is_place(self.files, n)]
         if places and self.pipeline is not None:
             self.pipeline.plan.check_moves(" and ".join(places))
-        kind = self.pixels.field_types.get(str(self._named))
+        kind = self.files.field_types.get(str(self._named))
         if self._target_transform is not None and (kind is None or not kind.is_fixed):
             raise UsageError(
                 f"target_transform with target={self._named!r}: H5Loader gives it one tensor's "
@@ -192,10 +192,10 @@ class BatchBuilder:
 
     def _moved(self, indices: Indices, params: Params | None) -> dict[str, Any]:
         """Return the targets that go where the images' ops take them."""
-        places = [name for name in self._names if is_place(self.pixels, name)]
+        places = [name for name in self._names if is_place(self.files, name)]
         if params is None or self.pipeline is None or not places:
             return {}
-        return moved_batch(self.pixels, places, indices, self.pipeline, params)
+        return moved_batch(self.files, places, indices, self.pipeline, params)
 
     def _value(
         self, name: str, indices: Indices, masks: dict[str, Any], moved: dict[str, Any]
@@ -206,9 +206,9 @@ class BatchBuilder:
         if name == "mask":
             return transform_targets(masks["masks"], None, str, self._target_dtype)
         if name == "label":
-            labels = torch.from_numpy(np.take(self.pixels.labels, indices, axis=0))
+            labels = torch.from_numpy(np.take(self.files.labels, indices, axis=0))
             return self._small(labels.to(self._target_dtype or labels.dtype))
-        return self._each(field_batch(self.pixels, name, indices))
+        return self._each(field_batch(self.files, name, indices))
 
     def _each(self, values: Any) -> Any:
         """Return a tensor, or every one of a list or tuple, on the device."""

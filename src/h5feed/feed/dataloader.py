@@ -159,7 +159,7 @@ def auto_workers(dataset: Dataset[Any], batch_size: int, prefetch: int = 2) -> i
     base = _packed(dataset)
     workers = min(2, cores) if base is not None and _only_copies(base) else cores
     if base is not None:
-        spec = base.pixels.specs["images"]  # of store=original the size of a batch is unknown
+        spec = base.files.specs["images"]  # of store=original the size of a batch is unknown
         ready = batch_size * prefetch * 3 * max(1, spec.height * spec.width)
         workers = min(workers, _shared_memory() // ready)
     batches = -(-len(cast(Sized, dataset)) // batch_size)
@@ -181,7 +181,7 @@ def _only_copies(dataset: H5Dataset) -> bool:
         dataset.image_transform is None
         and dataset.output != "pil"
         and dataset.aspect == "stored"
-        and all(spec.encoding == "raw" for spec in dataset.pixels.specs.values())
+        and all(spec.encoding == "raw" for spec in dataset.files.specs.values())
     )
 
 

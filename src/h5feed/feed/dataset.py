@@ -154,8 +154,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         self._keys = checked_keys(keys)
         self._image_root = _checked_image_root(image_root)
         self.max_pixels = max_pixels
-        self.pixels = PackedFiles(expand_paths(root), max_pixels=max_pixels)
-        self._named_targets = target_names(target, self.pixels)
+        self.files = PackedFiles(expand_paths(root), max_pixels=max_pixels)
+        self._named_targets = target_names(target, self.files)
         self._lists: dict[str, Any] = {}
         self._transform: Transform | None = None
         self._target_transform: Transform | None = None
@@ -168,7 +168,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
             self.transforms = transforms
 
     def __len__(self) -> int:
-        return len(self.pixels)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> Any:
         at = self._plain(index)
@@ -191,7 +191,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         if getattr(indices, "samples", None) is not None:
             return indices  # type: ignore[return-value]
         plain = [self._plain(index) for index in indices]
-        self.pixels.announce(plain)
+        self.files.announce(plain)
         return [self[at] for at in plain]
 
     @property
@@ -231,12 +231,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
         `ds.fields["caption"][i]` reads that item's value alone.
         """
-        return self._once("fields", lambda: Fields(self.pixels))
+        return self._once("fields", lambda: Fields(self.files))
 
     @property
     def root(self) -> str | list[str]:
         """The packed file, as an absolute path; a list of several."""
-        paths = self.pixels.paths
+        paths = self.files.paths
         return paths[0] if len(paths) == 1 else list(paths)
 
     @property
@@ -305,29 +305,29 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         have one size, for squeezed ones with `aspect="source"`, and where the system gives no
         memory that is copied on write.
         """
-        spec = self.pixels.specs["images"]
-        if spec.encoding != "raw" or not spec.is_fixed or len(self.pixels.paths) > 1:
+        spec = self.files.specs["images"]
+        if spec.encoding != "raw" or not spec.is_fixed or len(self.files.paths) > 1:
             raise UsageError(
                 f"images is one tensor only for a single file with store=raw and images of one "
-                f"size; {self.pixels.name} has store={spec.encoding}, fit={spec.fit}; use ds[i]"
+                f"size; {self.files.name} has store={spec.encoding}, fit={spec.fit}; use ds[i]"
             )
         if self._warns:
             self._warn_squeezed("images")
         elif self.aspect == "source" and (squeezed := self._squeezed()):
             raise UsageError(f"images, which is one tensor of one size, would be {squeezed}")
         try:
-            whole = self.pixels.writable_whole("images")
+            whole = self.files.writable_whole("images")
         except OSError as ex:
             raise UsageError(
                 f"images needs memory that is copied on write, and the system gives none for "
-                f"{self.pixels.name} ({ex.strerror}; vm.overcommit_memory=2?); use ds[i]"
+                f"{self.files.name} ({ex.strerror}; vm.overcommit_memory=2?); use ds[i]"
             ) from ex
         return torch.from_numpy(whole.transpose(0, 3, 1, 2))
 
     @property
     def classes(self) -> list[str]:
         """Class names in the order of their numbers."""
-        return self._once("classes", lambda: FixedList("classes", self.pixels.classes))
+        return self._once("classes", lambda: FixedList("classes", self.files.classes))
 
     @property
     def class_to_idx(self) -> dict[str, int]:
@@ -343,7 +343,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
         A list, made at the first use; it and the array are read-only.
         """
-        labels = self.pixels.labels
+        labels = self.files.labels
         if labels.ndim == 1:
             return self._once("targets", lambda: FixedList("targets", labels.tolist()))
         fixed = labels.view()
@@ -359,7 +359,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """
 
         def make() -> list[tuple[str, Any]]:
-            paths = self.pixels.keys()
+            paths = self.files.keys()
             if self._image_root is not None:
                 paths = [os.path.join(self._image_root, path) for path in paths]
             return FixedList("samples", zip(paths, self.targets, strict=True))
@@ -400,12 +400,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        spec = self.pixels.specs["images"]
+        spec = self.files.specs["images"]
         size = f"{spec.height}x{spec.width}, " if spec.is_fixed else ""
         lines = [
             f"Dataset {type(self).__name__}",
             f"Number of datapoints: {len(self)}",
-            f"Root location: {self.pixels.name}",
+            f"Root location: {self.files.name}",
             f"Classes: {len(self.classes)}",
             f"Stored: {size}store={spec.encoding}, fit={spec.fit}",
             f"Output: {self.output}, aspect={self.aspect}",
@@ -428,8 +428,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def _bind(self) -> None:
         """Choose how an image and a target are read."""
-        pixels = self.pixels
-        self._image = image_reader(pixels, "images", output=self.output, aspect=self.aspect)
+        files = self.files
+        self._image = image_reader(files, "images", output=self.output, aspect=self.aspect)
         self._target = self._target_reader()
         unasked = self._given_aspect is None and self.aspect == "stored"
         self._warns = unasked and not self._warned
@@ -437,7 +437,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def _target_reader(self) -> Callable[[int], Any]:
         names = self._named_targets
         if names is None:
-            return self._value_reader("mask" if "masks" in self.pixels.specs else "label")
+            return self._value_reader("mask" if "masks" in self.files.specs else "label")
         if isinstance(names, str):
             return self._value_reader(names)
         readers = {name: self._value_reader(name) for name in names}
@@ -445,11 +445,11 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def _value_reader(self, name: str) -> Callable[[int], Any]:
         """Return what reads one item's label, mask or further field."""
-        if name in self.pixels.field_types:
-            return field_value(self.pixels, name, self.output, self.aspect)
-        dtype, labels = self.target_dtype, self.pixels.labels
+        if name in self.files.field_types:
+            return field_value(self.files, name, self.output, self.aspect)
+        dtype, labels = self.target_dtype, self.files.labels
         if name == "mask":
-            return mask_reader(self.pixels, output=self.output, aspect=self.aspect, dtype=dtype)
+            return mask_reader(self.files, output=self.output, aspect=self.aspect, dtype=dtype)
         if labels.ndim == 2:
             return lambda index: torch.tensor(labels[index], dtype=dtype)
         if dtype is not None:
@@ -461,12 +461,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         at = numbers.get(path)
         if at is None:
             raise UsageError(
-                f"loader({path!r}): {self.pixels.name} has no image of that path; it takes the "
+                f"loader({path!r}): {self.files.name} has no image of that path; it takes the "
                 "paths of ds.samples"
             )
         if len(numbers) < len(self):
             raise UsageError(
-                f"loader({path!r}): some images of {self.pixels.name} have the same path, which "
+                f"loader({path!r}): some images of {self.files.name} have the same path, which "
                 "tells none of them; use ds[i]"
             )
         return self._image(at)
@@ -508,12 +508,12 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def _squeezed(self) -> str | None:
         """Say that images come squeezed, by the first that does; None where none does."""
-        at = first_squeezed(self.pixels)
+        at = first_squeezed(self.files)
         if at is None:
             return None
-        spec, (height, width) = self.pixels.specs["images"], self.pixels.source_shapes[at]
+        spec, (height, width) = self.files.specs["images"], self.files.source_shapes[at]
         return (
-            f"squeezed images: {self.pixels.name} has fit=stretch, which stores item {at} of "
+            f"squeezed images: {self.files.name} has fit=stretch, which stores item {at} of "
             f"{height}x{width} as {spec.height}x{spec.width}; give "
             'aspect="source" for images in true proportions from ds[i], or aspect="stored" for the '
             "squeezed ones as they are"
@@ -527,7 +527,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     def _plain(self, index: int) -> int:
         """Return 0 ≤ index < N for an index that may count from the end."""
-        at, count = operator.index(index), len(self.pixels)
+        at, count = operator.index(index), len(self.files)
         if not -count <= at < count:
             raise IndexError(f"index {at} is out of range for {count} items")
         return at + count if at < 0 else at

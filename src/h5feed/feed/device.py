@@ -238,7 +238,7 @@ def open_transfer(device: str | torch.device) -> DeviceTransfer:
 
 def choose_residency(
     asked: Residency,
-    pixels: PackedFiles,
+    files: PackedFiles,
     transfer: DeviceTransfer,
     *,
     augment_on: str,
@@ -252,7 +252,7 @@ def choose_residency(
         raise UsageError(f"residency={asked!r} is none of {', '.join(get_args(Residency))}")
     if asked == "stream":
         return asked, "as asked"
-    obstacle = _obstacle(pixels, augment_on)
+    obstacle = _obstacle(files, augment_on)
     if asked != "auto":
         if obstacle is not None:
             raise UsageError(f'residency="{asked}": {obstacle[0]}; {obstacle[1]}')
@@ -261,12 +261,12 @@ def choose_residency(
         return "stream", obstacle[0]
     if transfer.device.type == "cpu":
         return "stream", "batches stay on the CPU"
-    return _by_size(pixels, transfer, free_host() or 0)
+    return _by_size(files, transfer, free_host() or 0)
 
 
-def _obstacle(pixels: PackedFiles, augment_on: str) -> tuple[str, str] | None:
+def _obstacle(files: PackedFiles, augment_on: str) -> tuple[str, str] | None:
     """Return why a device cannot gather these images, and what to do; None if it can."""
-    spec = pixels.specs["images"]
+    spec = files.specs["images"]
     if not spec.is_fixed:
         return (
             f"a device gathers images of one size in bytes, and store={spec.encoding}, "
@@ -282,8 +282,8 @@ def _obstacle(pixels: PackedFiles, augment_on: str) -> tuple[str, str] | None:
     return None
 
 
-def _by_size(pixels: PackedFiles, transfer: DeviceTransfer, host: int) -> tuple[Residency, str]:
-    size = len(pixels) * pixels.specs["images"].item_bytes
+def _by_size(files: PackedFiles, transfer: DeviceTransfer, host: int) -> tuple[Residency, str]:
+    size = len(files) * files.specs["images"].item_bytes
     free = transfer.free_bytes()
     if size <= _OF_DEVICE * free:
         return "device", f"{_gb(size)} of {_gb(free)} that are free on {transfer.device}"
@@ -303,23 +303,23 @@ class Resident:
     """The images of all files, copied once; UsageError where there is no room for them.
 
     Args:
-        pixels: what to copy; its images have one size in bytes.
+        files: what to copy; its images have one size in bytes.
         transfer: to the device that gathers.
         pinned: keep them in page-locked memory, from which the device reads; else on the device.
 
     """
 
-    def __init__(self, pixels: PackedFiles, transfer: DeviceTransfer, *, pinned: bool) -> None:
-        spec = pixels.specs["images"]
+    def __init__(self, files: PackedFiles, transfer: DeviceTransfer, *, pinned: bool) -> None:
+        spec = files.specs["images"]
         self._shape = spec.item_shape(spec.height, spec.width)
-        self.nbytes = len(pixels) * spec.item_bytes
+        self.nbytes = len(files) * spec.item_bytes
         """Bytes taken."""
         written, read = transfer.reserve(self.nbytes, pinned=pinned)
-        _copy(pixels, written)
+        _copy(files, written)
         # In wide words: the device moves them with a fraction of the instructions, and over the
         # bus in requests of full size.
         word = next(w for w in _WORDS if spec.item_bytes % w.itemsize == 0)
-        self._rows = read.view(word).view(len(pixels), spec.item_bytes // word.itemsize)
+        self._rows = read.view(word).view(len(files), spec.item_bytes // word.itemsize)
 
     def gather(self, indices: torch.Tensor) -> torch.Tensor:
         """Return items `indices`, int64 (B,) on the device, as stored: uint8 (B, H, W, 3) or NV12.
@@ -332,42 +332,42 @@ class Resident:
         return made.view(torch.uint8).view(len(indices), *self._shape)
 
 
-def reside(pixels: PackedFiles, transfer: DeviceTransfer, *, pinned: bool) -> Resident:
+def reside(files: PackedFiles, transfer: DeviceTransfer, *, pinned: bool) -> Resident:
     """Return the images of `pixels` for `transfer`'s device: those that another loader has, if any.
 
     A loader for training and one for scoring over parts of one file share them.
     """
-    key = (pixels.fingerprint, str(transfer.device), pinned)
+    key = (files.fingerprint, str(transfer.device), pinned)
     with _LOCK:
         found = _SHARED.get(key)
         if found is None:
-            found = _SHARED[key] = Resident(pixels, transfer, pinned=pinned)
+            found = _SHARED[key] = Resident(files, transfer, pinned=pinned)
         return found
 
 
 def choose_resident(
-    asked: Residency, pixels: PackedFiles, transfer: DeviceTransfer, *, augment_on: str
+    asked: Residency, files: PackedFiles, transfer: DeviceTransfer, *, augment_on: str
 ) -> tuple[Residency, str, Resident | None]:
     """Return where the images lie, why, and what gathers them where a device does.
 
     What `choose_residency` says; but "auto" streams what there turns out to be no room for, or
     what the system does not lock.
     """
-    mode, why = choose_residency(asked, pixels, transfer, augment_on=augment_on)
+    mode, why = choose_residency(asked, files, transfer, augment_on=augment_on)
     if mode == "stream":
         return mode, why, None
     try:
-        return mode, why, reside(pixels, transfer, pinned=mode == "pinned")
+        return mode, why, reside(files, transfer, pinned=mode == "pinned")
     except UsageError as ex:
         if asked != "auto":
             raise
         return "stream", str(ex).partition(";")[0], None
 
 
-def _copy(pixels: PackedFiles, written: torch.Tensor) -> None:
+def _copy(files: PackedFiles, written: torch.Tensor) -> None:
     """Copy the images of all files, one after another, into uint8 (bytes,)."""
     at = 0
-    for file in pixels.wholes("images"):
+    for file in files.wholes("images"):
         source = readable(file.reshape(-1))
         for begin in range(0, len(source), _PIECE):
             piece = source[begin : begin + _PIECE]

@@ -33,7 +33,7 @@ class ChannelStats:
 
 
 def channel_stats(
-    pixels: PackedFiles,
+    files: PackedFiles,
     *,
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -43,13 +43,13 @@ def channel_stats(
     With `limit`, at most that many images are read, evenly spaced.
     `progress(n)` is called as n more images are done.
     """
-    read = image_reader(pixels, "images", output="numpy", aspect="stored")
-    count = len(pixels) if limit is None else min(limit, len(pixels))
-    chosen = np.linspace(0, len(pixels) - 1, count).round().astype(np.int64)
+    read = image_reader(files, "images", output="numpy", aspect="stored")
+    count = len(files) if limit is None else min(limit, len(files))
+    chosen = np.linspace(0, len(files) - 1, count).round().astype(np.int64)
     total = np.zeros((3, 3))  # pixels, sum and sum of squares, by channel
     with ThreadPoolExecutor(available_cores()) as pool:
         blocks = [chosen[at : at + _BLOCK] for at in range(0, count, _BLOCK)]
-        found = pool.map(lambda block: _sums(pixels, read, block), blocks)
+        found = pool.map(lambda block: _sums(files, read, block), blocks)
         for block, sums in zip(blocks, found, strict=True):
             total += sums
             if progress is not None:
@@ -112,9 +112,9 @@ def file_facts(index: FileIndex) -> dict[str, Any]:
 
 
 def _sums(
-    pixels: PackedFiles, read: Callable[[int], Any], indices: np.ndarray[Any, np.dtype[np.int64]]
+    files: PackedFiles, read: Callable[[int], Any], indices: np.ndarray[Any, np.dtype[np.int64]]
 ) -> Any:
-    pixels.announce(indices, ["images"])
+    files.announce(indices, ["images"])
     sums = np.zeros((3, 3))
     for at in indices.tolist():
         image = read(at)

@@ -49,14 +49,14 @@ class FieldColumn(Sequence[Any]):
     array([0. , 0.5, 1. ])
     """
 
-    def __init__(self, pixels: PackedFiles, name: str) -> None:
-        self._pixels = pixels
+    def __init__(self, files: PackedFiles, name: str) -> None:
+        self._files = files
         self.name = name
-        self.type: FieldType = pixels.field_types[name]
+        self.type: FieldType = files.field_types[name]
         """What the items are: kind, dtype and shape."""
 
     def __len__(self) -> int:
-        return len(self._pixels)
+        return len(self._files)
 
     def __getitem__(self, index: Any) -> Any:
         at, count = operator.index(index), len(self)
@@ -67,19 +67,17 @@ class FieldColumn(Sequence[Any]):
     def read(self, index: int) -> Any:
         """Return the value of item `index`, 0 ≤ index < N; DamagedItemError where it is none."""
         try:
-            return self.type.value(self._pixels.field_bytes(self.name, index))
+            return self.type.value(self._files.field_bytes(self.name, index))
         except (ValueError, RecursionError) as ex:
-            raise self._pixels.damaged(
-                f"fields/{self.name}", index, f"cannot be read: {ex}"
-            ) from ex
+            raise self._files.damaged(f"fields/{self.name}", index, f"cannot be read: {ex}") from ex
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if not self.type.is_fixed:
             raise UsageError(
-                f"field {self.name!r} of {self._pixels.name} is {self.type.kind}, not one array: "
+                f"field {self.name!r} of {self._files.name} is {self.type.kind}, not one array: "
                 f"take fields[{self.name!r}][i]"
             )
-        parts = self._pixels.fixed_fields(self.name)
+        parts = self._files.fixed_fields(self.name)
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
 
@@ -97,9 +95,9 @@ class Fields(Mapping[str, FieldColumn]):
     ['boxes', 'caption', 'price']
     """
 
-    def __init__(self, pixels: PackedFiles) -> None:
-        self._columns = {name: FieldColumn(pixels, name) for name in pixels.field_types}
-        self._name = pixels.name
+    def __init__(self, files: PackedFiles) -> None:
+        self._columns = {name: FieldColumn(files, name) for name in files.field_types}
+        self._name = files.name
 
     def __getitem__(self, name: str) -> FieldColumn:
         if name not in self._columns:
@@ -117,9 +115,9 @@ class Fields(Mapping[str, FieldColumn]):
         return f"Fields({', '.join(map(repr, self._columns.values()))})"
 
 
-def target_names(target: Target, pixels: PackedFiles) -> tuple[str, ...] | str | None:
+def target_names(target: Target, files: PackedFiles) -> tuple[str, ...] | str | None:
     """Return what `target` names, "all" spelled out; UsageError for what the files do not have."""
-    has = ["label", *(["mask"] if "masks" in pixels.specs else []), *pixels.field_types]
+    has = ["label", *(["mask"] if "masks" in files.specs else []), *files.field_types]
     if target is None:
         return None
     if target == "all":
@@ -128,31 +126,31 @@ def target_names(target: Target, pixels: PackedFiles) -> tuple[str, ...] | str |
     for name in names:
         if name not in has:
             raise UsageError(
-                f"target={target!r}: {pixels.name} has no {name!r}; it has {', '.join(has)}"
+                f"target={target!r}: {files.name} has no {name!r}; it has {', '.join(has)}"
             )
     if not names or len(set(names)) < len(names):
         raise UsageError(f'target={target!r}: give one name, several different ones, or "all"')
     return target if isinstance(target, str) else names
 
 
-def is_place(pixels: PackedFiles, name: str) -> bool:
+def is_place(files: PackedFiles, name: str) -> bool:
     """Whether a field says where in the image something is, or belongs to boxes that do."""
-    kind = pixels.field_types.get(name)
+    kind = files.field_types.get(name)
     return kind is not None and (kind.kind in ("boxes", "keypoints") or bool(kind.rows_of))
 
 
 def field_value(
-    pixels: PackedFiles, name: str, output: Output, aspect: Aspect
+    files: PackedFiles, name: str, output: Output, aspect: Aspect
 ) -> Callable[[int], Any]:
     """Return what reads one item's value: arrays as tensors of their own, but for "numpy".
 
     Boxes and keypoints lie in the image that `aspect` gives; with "tv_tensor" they are
     torchvision's BoundingBoxes (XYXY) and, where it has them, KeyPoints (n, K, 2).
     """
-    kind = pixels.field_types[name]
-    read = FieldColumn(pixels, name).read
+    kind = files.field_types[name]
+    read = FieldColumn(files, name).read
     if kind.kind in ("boxes", "keypoints"):
-        return _place_reader(pixels, read, kind, output, aspect)
+        return _place_reader(files, read, kind, output, aspect)
     if output == "numpy" or kind.kind in ("text", "json"):
         return read
 
@@ -164,13 +162,13 @@ def field_value(
 
 
 def _place_reader(
-    pixels: PackedFiles, read: Callable[[int], Any], kind: FieldType, output: Output, aspect: Aspect
+    files: PackedFiles, read: Callable[[int], Any], kind: FieldType, output: Output, aspect: Aspect
 ) -> Callable[[int], Any]:
     axes = 2 if kind.kind == "boxes" else 1  # a box is two corners
     wrap = _tv_tensor(kind.kind) if output == "tv_tensor" else None
 
     def place(index: int) -> Any:
-        (height, width), scale, shift = image_place(pixels, index, aspect)
+        (height, width), scale, shift = image_place(files, index, aspect)
         rows = read(index).copy()
         rows[..., :2] = rows[..., :2] * scale + shift
         if axes == 2:
@@ -194,34 +192,32 @@ def _tv_tensor(kind: str) -> Callable[[NDArray[Any], tuple[int, int]], Any] | No
 
 
 def moved_batch(
-    pixels: PackedFiles, names: Sequence[str], indices: Indices, pipeline: Pipeline, params: Params
+    files: PackedFiles, names: Sequence[str], indices: Indices, pipeline: Pipeline, params: Params
 ) -> dict[str, Any]:
     """Return the fields `names` that are boxes, keypoints, or rows of boxes, as images moved them.
 
     Each a list of tensors, one per image; with several views a tuple of such lists.
     """
-    views = [
-        _moved_view(pixels, names, indices, pipeline, params, v) for v in range(pipeline.views)
-    ]
+    views = [_moved_view(files, names, indices, pipeline, params, v) for v in range(pipeline.views)]
     if len(views) == 1:
         return views[0]
     return {name: tuple(view[name] for view in views) for name in names}
 
 
 def _moved_view(
-    pixels: PackedFiles,
+    files: PackedFiles,
     names: Sequence[str],
     indices: Indices,
     pipeline: Pipeline,
     params: Params,
     view: int,
 ) -> dict[str, list[Tensor]]:
-    sizes = pixels.stored_shapes[indices].astype(np.int64)
+    sizes = files.stored_shapes[indices].astype(np.int64)
     left: dict[str, NDArray[np.bool_]] = {}
 
     def together(name: str) -> tuple[NDArray[Any], Indices]:
         """Return the rows of all images, and which image each is of."""
-        parts = [FieldColumn(pixels, name).read(index) for index in indices.tolist()]
+        parts = [FieldColumn(files, name).read(index) for index in indices.tolist()]
         return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(p) for p in parts])
 
     def boxes(name: str) -> NDArray[Any]:
@@ -231,7 +227,7 @@ def _moved_view(
 
     made = {}
     for name in names:
-        kind = pixels.field_types[name]
+        kind = files.field_types[name]
         rows, item = together(name)
         if kind.kind == "boxes":
             rows = boxes(name)
@@ -248,17 +244,17 @@ def _moved_view(
 
 
 def field_batch(
-    pixels: PackedFiles, name: str, indices: Indices
+    files: PackedFiles, name: str, indices: Indices
 ) -> Tensor | list[Tensor] | list[Any]:
     """Return a field of a batch's items: a tensor (B, …), or a list of tensors, of str or JSON.
 
     A number that is no label is of the field's dtype.
     """
-    kind = pixels.field_types[name]
+    kind = files.field_types[name]
     if not kind.is_fixed:
-        return [field_value(pixels, name, "tensor", "stored")(index) for index in indices.tolist()]
-    parts = pixels.fixed_fields(name)
+        return [field_value(files, name, "tensor", "stored")(index) for index in indices.tolist()]
+    parts = files.fixed_fields(name)
     if len(parts) == 1:
         return torch.from_numpy(np.take(parts[0], indices, axis=0))
-    rows = [parts[number][local] for number, local in map(pixels.locate, indices.tolist())]
+    rows = [parts[number][local] for number, local in map(files.locate, indices.tolist())]
     return torch.from_numpy(np.asarray(rows))

@@ -332,14 +332,14 @@ def _join(arrays: Sequence[Any]) -> Any:
 
 def _reopen(paths: list[str], fingerprints: list[str], max_pixels: int) -> PackedFiles:
     """Open again what was pickled, and refuse a file that is not the same any more."""
-    pixels = PackedFiles(paths, max_pixels=max_pixels)
-    for index, wanted in zip(pixels.indexes, fingerprints, strict=True):
+    files = PackedFiles(paths, max_pixels=max_pixels)
+    for index, wanted in zip(files.indexes, fingerprints, strict=True):
         if index.fingerprint != wanted:
             raise H5FormatError(
                 f"{index.path}: the file has changed since this dataset was opened; "
                 "open it again with H5Dataset"
             )
-    return pixels
+    return files
 
 
 def expand_paths(root: FilePath | Sequence[FilePath]) -> list[str]:

@@ -52,7 +52,7 @@ _AT_ONCE = 1 << 16  # items: the first is found at once, and ten million cost no
 
 
 def image_reader(
-    pixels: PackedFiles, field: str, *, output: Output, aspect: Aspect
+    files: PackedFiles, field: str, *, output: Output, aspect: Aspect
 ) -> Callable[[int], Any]:
     """Return the function that makes item `index` of a field into what `output` says.
 
@@ -61,10 +61,10 @@ def image_reader(
     torchvision's Image, or Mask. Views of the file wherever the
     field is raw and nothing is resized (an RGB image of PIL is always a copy).
     """
-    read = _stored_reader(pixels, field, writable=output in ("tensor", "tv_tensor"))
+    read = _stored_reader(files, field, writable=output in ("tensor", "tv_tensor"))
     if aspect == "source":
-        read = _true_proportions(pixels, field, read)
-    if pixels.specs[field].channels == 1:
+        read = _true_proportions(files, field, read)
+    if files.specs[field].channels == 1:
         read = _without_channel(read)
     if output == "tv_tensor":
         kind = _tv_tensors().Image if field == "images" else _tv_tensors().Mask
@@ -79,7 +79,7 @@ def image_reader(
 
 
 def mask_reader(
-    pixels: PackedFiles, *, output: Output, aspect: Aspect, dtype: torch.dtype | None
+    files: PackedFiles, *, output: Output, aspect: Aspect, dtype: torch.dtype | None
 ) -> Callable[[int], Any]:
     """Return the function that makes mask `index` into what `output` says, as `dtype`.
 
@@ -89,10 +89,10 @@ def mask_reader(
     import torch
 
     if output == "tv_tensor":
-        plain = mask_reader(pixels, output="tensor", aspect=aspect, dtype=dtype or torch.int64)
+        plain = mask_reader(files, output="tensor", aspect=aspect, dtype=dtype or torch.int64)
         mask = _tv_tensors().Mask
         return lambda index: plain(index).as_subclass(mask)
-    read = image_reader(pixels, "masks", output=output, aspect=aspect)
+    read = image_reader(files, "masks", output=output, aspect=aspect)
     if dtype is None:
         return read
     if output == "tensor":
@@ -134,30 +134,30 @@ def source_size(stored: tuple[int, int], source: tuple[int, int]) -> tuple[int, 
 
 
 def image_place(
-    pixels: PackedFiles, index: int, aspect: Aspect
+    files: PackedFiles, index: int, aspect: Aspect
 ) -> tuple[tuple[int, int], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return (height, width) of an image, and scale and shift of (x, y) from where it is stored."""
-    height, width = pixels.stored_shapes[index].tolist()
-    spec, size, shift = pixels.specs["images"], (height, width), (0, 0)
-    if aspect == "source" and pixels.letterbox is not None:
-        top, left, height, width = pixels.letterbox[index].tolist()
+    height, width = files.stored_shapes[index].tolist()
+    spec, size, shift = files.specs["images"], (height, width), (0, 0)
+    if aspect == "source" and files.letterbox is not None:
+        top, left, height, width = files.letterbox[index].tolist()
         size, shift = (height, width), (-left, -top)
     elif aspect == "source" and spec.fit == "stretch" and spec.encoding != "original":
-        size = source_size(size, tuple(pixels.source_shapes[index].tolist()))
+        size = source_size(size, tuple(files.source_shapes[index].tolist()))
     scale = np.array([size[1] / width, size[0] / height], np.float32)
     return size, scale, np.array(shift, np.float32)
 
 
-def first_squeezed(pixels: PackedFiles) -> int | None:
+def first_squeezed(files: PackedFiles) -> int | None:
     """Return the first item that fit="stretch" stored in other than its own proportions.
 
     By more than a pixel, which is what h5feed.augment takes for squeezed. None where none is.
     """
-    spec = pixels.specs["images"]
+    spec = files.specs["images"]
     if spec.fit != "stretch" or spec.encoding == "original":
         return None
-    for begin in range(0, len(pixels), _AT_ONCE):
-        source = pixels.source_shapes[begin : begin + _AT_ONCE].astype(np.int64)
+    for begin in range(0, len(files), _AT_ONCE):
+        source = files.source_shapes[begin : begin + _AT_ONCE].astype(np.int64)
         stored = np.broadcast_to(np.array([spec.height, spec.width], np.int64), source.shape)
         shapes = Shapes.stored(stored, source, None)
         squeezed = (shapes.true != shapes.actual).any(axis=1)
@@ -166,20 +166,20 @@ def first_squeezed(pixels: PackedFiles) -> int | None:
     return None
 
 
-def _stored_reader(pixels: PackedFiles, field: str, *, writable: bool) -> Callable[[int], U8]:
+def _stored_reader(files: PackedFiles, field: str, *, writable: bool) -> Callable[[int], U8]:
     """Item → (H, W, C) as stored."""
-    encoding = pixels.specs[field].encoding
+    encoding = files.specs[field].encoding
     if encoding == "raw":
-        return partial(pixels.writable if writable else pixels.item, field)
+        return partial(files.writable if writable else files.item, field)
     if encoding == "yuv420":
-        return lambda index: nv12_to_rgb(pixels.item(field, index))
-    items = JpegItems(pixels, field)
+        return lambda index: nv12_to_rgb(files.item(field, index))
+    items = JpegItems(files, field)
 
     def read(index: int) -> U8:
         try:
             return items.decode(index)
         except ValueError as ex:
-            raise pixels.damaged(field, index, f"cannot be decoded: {ex}") from ex
+            raise files.damaged(field, index, f"cannot be decoded: {ex}") from ex
 
     return read
 
@@ -193,17 +193,17 @@ class JpegItems:
     Headers of the "original" files are parsed.
     """
 
-    def __init__(self, pixels: PackedFiles, field: str) -> None:
-        self._pixels = pixels
+    def __init__(self, files: PackedFiles, field: str) -> None:
+        self._files = files
         self._field = field
-        self._encoded = pixels.specs[field].encoding == "jpeg"
-        self._shapes = pixels.stored_shapes
+        self._encoded = files.specs[field].encoding == "jpeg"
+        self._shapes = files.stored_shapes
         self._known: dict[bytes, JpegHeader] = {}
         self._length = 0  # of the header met last
 
     def decode(self, index: int, out: U8 | None = None) -> U8:
         """Decode an item, into `out` (C-contiguous) where one is given; ValueError says why not."""
-        data = self._pixels.item(self._field, index)
+        data = self._files.item(self._field, index)
         if self._encoded:
             self._checked(index, data)
             return decode_strictly(data, _of_size(out, self._shapes[index].tolist()))
@@ -214,7 +214,7 @@ class JpegItems:
 
     def decode_region(self, index: int, box: Box, scratch: U8) -> tuple[U8, int, int]:
         """Decode at least `box` of an item; see `decode_jpeg_region`."""
-        data = self._pixels.item(self._field, index)
+        data = self._files.item(self._field, index)
         if self._encoded:
             return decode_jpeg_region(data, box, scratch, ours=self._checked(index, data))
         # Only files that we encoded have the restart markers that make a part worth the search.
@@ -236,7 +236,7 @@ class JpegItems:
             kind = (header.frame, header.components, header.scan_components, header.orientation)
             if kind != _ENCODED:
                 raise ValueError("it is no baseline JPEG of three components")
-            if not self._pixels.is_intact(index):
+            if not self._files.is_intact(index):
                 raise ValueError(BYTES_CHANGED)
             if len(self._known) >= _MOST_HEADERS:
                 self._known.clear()
@@ -259,12 +259,12 @@ def _of_size(out: U8 | None, size: list[int]) -> U8 | None:
 
 
 def _true_proportions(
-    pixels: PackedFiles, field: str, read: Callable[[int], U8]
+    files: PackedFiles, field: str, read: Callable[[int], U8]
 ) -> Callable[[int], U8]:
     """Undo what fitting did to the proportions: stretched is resized, padded is cut out."""
-    spec = pixels.specs[field]
-    if spec.fit == "pad" and pixels.letterbox is not None:
-        boxes = pixels.letterbox
+    spec = files.specs[field]
+    if spec.fit == "pad" and files.letterbox is not None:
+        boxes = files.letterbox
 
         def cut(index: int) -> U8:
             top, left, height, width = boxes[index].tolist()
@@ -273,7 +273,7 @@ def _true_proportions(
         return cut
     if spec.fit != "stretch" or spec.encoding == "original":
         return read
-    shapes = pixels.source_shapes
+    shapes = files.source_shapes
     # Only ever enlarges, so plain bilinear is what an antialiased one would give.
     filter_ = cv2.INTER_NEAREST_EXACT if spec.interpolation == "nearest" else cv2.INTER_LINEAR
 

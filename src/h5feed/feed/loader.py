@@ -44,8 +44,8 @@ from h5feed.feed.options import (
     check_choices,
     check_ranks,
     check_whole,
+    choose_files,
     choose_pipeline,
-    choose_pixels,
     choose_ranks,
     choose_workers,
     compile_ops,
@@ -100,7 +100,7 @@ class PackedLoader(DataLoaderFacts, ABC):
     ) -> None:
         check_whole(None, seed=seed)
         self.dataset = ds
-        self._pixels: PackedFiles = (ds if whole is None else whole).pixels
+        self._files: PackedFiles = (ds if whole is None else whole).files
         self._items = items
         self.batch_size = batch_size
         self.seed = seed
@@ -113,7 +113,7 @@ class PackedLoader(DataLoaderFacts, ABC):
             shuffle=shuffle,
             sampler=sampler,
             indices=indices,
-            block=block_length(self._pixels) if block is None else block,
+            block=block_length(self._files) if block is None else block,
             window=window,
             items=items,
         )
@@ -161,7 +161,7 @@ class PackedLoader(DataLoaderFacts, ABC):
         """Return where the latest pass stands: what it delivered, not what it made ahead."""
         return asdict(
             State(
-                fingerprint=self._pixels.fingerprint,
+                fingerprint=self._files.fingerprint,
                 order=self._order.kind,
                 listed=self._cursor.listed,
                 seed=self.seed,
@@ -179,7 +179,7 @@ class PackedLoader(DataLoaderFacts, ABC):
         Takes the state's seed. Raises UsageError for what is no state, for one of other data or
         of another order, and for one that stands outside its epoch.
         """
-        found = read_state(state, fingerprint=self._pixels.fingerprint, order=self._order.kind)
+        found = read_state(state, fingerprint=self._files.fingerprint, order=self._order.kind)
         check_place(found, self._order.samples(found.epoch))
         self.seed = found.seed
         self._cursor = Cursor(found.epoch, found.consumed, found.listed)
@@ -402,13 +402,13 @@ class H5Loader(PackedLoader):
         self.prefetch = prefetch
         self._lookahead = lookahead
         self._transfer = open_transfer(device)
-        self._read = choose_pixels(packed.pixels, io, residency)
+        self._read = choose_files(packed.files, io, residency)
         self.residency, why, self._resident = choose_resident(
-            residency, packed.pixels, self._transfer, augment_on=augment_on
+            residency, packed.files, self._transfer, augment_on=augment_on
         )
         self._reasons = {
             "residency_reason": why,
-            "decoding": explain_decoding(packed.pixels, self._transfer),
+            "decoding": explain_decoding(packed.files, self._transfer),
         }
         self._target: dict[str, Any] = {
             "target_transform": packed.target_transform,
@@ -429,7 +429,7 @@ class H5Loader(PackedLoader):
         """Make what makes batches, by the ops there are now."""
         arguments, resides = self._arguments, self._resident is not None
         pipeline, on_device, reason = choose_pipeline(
-            self._pixels,
+            self._files,
             self._ops,
             views=arguments["views"],
             antialias=arguments["antialias"],
@@ -517,7 +517,7 @@ class H5Loader(PackedLoader):
         cursor, order, steps = self._begin()
         plan = BatchPlan(order, steps, self._builder.drawing, seed=self.seed, epoch=cursor.epoch)
         fields = [field.name for field in self._builder.fields]
-        ahead = ReadAhead(self._pixels, plan, lookahead=self._lookahead, fields=fields)
+        ahead = ReadAhead(self._files, plan, lookahead=self._lookahead, fields=fields)
         epoch = Epoch(builder=self._builder, ahead=ahead, engine=self._engine)
         begun = EpochIterator(epoch, cursor, self._counts, prefetch=self.prefetch)
         # no WeakSet: that would run Python, in which a Ctrl-C is lost, when a pass ends

@@ -29,8 +29,8 @@ __all__ = [
     "check_choices",
     "check_ranks",
     "check_whole",
+    "choose_files",
     "choose_pipeline",
-    "choose_pixels",
     "choose_ranks",
     "choose_workers",
     "compile_ops",
@@ -106,15 +106,15 @@ def choose_workers(num_workers: int | str, device: torch.device) -> int:
     return max(1, min(share, _MOST_WORKERS))
 
 
-def block_length(pixels: PackedFiles) -> int:
+def block_length(files: PackedFiles) -> int:
     """Return how many items make about 8 MB, what a disk reads in one go without losing time."""
-    probe = range(0, len(pixels), max(1, len(pixels) // 100))
-    mean = pixels.item_bytes(probe).mean() if len(probe) else 1
+    probe = range(0, len(files), max(1, len(files) // 100))
+    mean = files.item_bytes(probe).mean() if len(probe) else 1
     return max(1, round(_BLOCK_BYTES / max(1, mean)))
 
 
 def choose_pipeline(
-    pixels: PackedFiles,
+    files: PackedFiles,
     augment: Sequence[Op],
     *,
     views: int,
@@ -128,25 +128,25 @@ def choose_pipeline(
     """
     if on not in get_args(AugmentOn):
         raise UsageError(f'augment_on={on!r} is none of "cpu", "device" and "auto"')
-    spec = pixels.specs["images"]
+    spec = files.specs["images"]
     one_size = spec.common_size is not None
     on_device, reason = _where(on, one_size, transfer, spec)
     pipeline = Pipeline(augment, antialias=antialias, views=views)
     if not augment and one_size and spec.encoding != "yuv420":
         return None, on_device, reason
-    if pipeline.uses_batch and len(pixels.specs) > 1:
+    if pipeline.uses_batch and len(files.specs) > 1:
         raise UsageError(f"augment={pipeline.ops!r} mixes labels, and this file has masks instead")
-    bind_pipeline(pipeline, pixels)
+    bind_pipeline(pipeline, files)
     return pipeline, on_device, reason
 
 
-def bind_pipeline(pipeline: Pipeline, pixels: PackedFiles) -> None:
+def bind_pipeline(pipeline: Pipeline, files: PackedFiles) -> None:
     """Tell the pipeline what images it gets; UsageError where it would leave several sizes."""
-    spec = pixels.specs["images"]
+    spec = files.specs["images"]
     pipeline.bind(
         spec.common_size,
         encoding="yuv420" if spec.encoding == "yuv420" else "raw",
-        num_classes=len(pixels.classes) or None,
+        num_classes=len(files.classes) or None,
     )
 
 
@@ -160,23 +160,23 @@ def compile_ops(pipeline: Pipeline | None, *, on_device: bool) -> CompiledBatch 
     return None if pipeline is None else pipeline.compile_device()
 
 
-def choose_pixels(pixels: PackedFiles, io: str, residency: str) -> PackedFiles:
+def choose_files(files: PackedFiles, io: str, residency: str) -> PackedFiles:
     """Return the items as they are to be read; UsageError for what is no way to read them."""
     if io not in get_args(Io):
         raise UsageError(f"io={io!r} is none of {', '.join(get_args(Io))}")
     if io == "map":
-        return pixels
+        return files
     if residency != "stream":
         raise UsageError(
             f'io="read" reads each batch, and residency="{residency}" copies the mapped files '
             "beforehand: leave one of them out"
         )
-    return pixels.reading()
+    return files.reading()
 
 
-def explain_decoding(pixels: PackedFiles, transfer: DeviceTransfer) -> str:
+def explain_decoding(files: PackedFiles, transfer: DeviceTransfer) -> str:
     """Return who decodes the images, and why."""
-    spec = pixels.specs["images"]
+    spec = files.specs["images"]
     if not spec.is_encoded:
         return f"nobody: store={spec.encoding} is pixels"
     if transfer.device.type == "cpu":

@@ -39,14 +39,14 @@ class ReadAhead:
 
     def __init__(
         self,
-        pixels: PackedFiles,
+        files: PackedFiles,
         plan: BatchPlan,
         *,
         lookahead: int,
         fields: Sequence[str] = ("images",),
     ) -> None:
         self.steps = plan.steps
-        self._pixels = pixels
+        self._files = files
         self._plan = plan
         self._fields = fields
         self._lock = threading.Lock()
@@ -84,13 +84,13 @@ class ReadAhead:
 
     def _in_memory(self, indices: Indices) -> bool:
         some = indices[:: max(1, len(indices) // _LOOKED_UP)]
-        return self._pixels.in_memory(some, self._fields[0])
+        return self._files.in_memory(some, self._fields[0])
 
     def _announce(self, indices: Indices) -> int:
-        return self._pixels.announce(indices, self._fields) if self._awake > 0 else 0
+        return self._files.announce(indices, self._fields) if self._awake > 0 else 0
 
     def _steps_in(self, lookahead: int) -> int:
         """Return how many steps make `lookahead` bytes, going by the first one, or enough items."""
         first = self._plan.order(self.steps.positions(0))
-        by_bytes = -(-lookahead // max(1, int(self._pixels.item_bytes(first).sum())))
+        by_bytes = -(-lookahead // max(1, int(self._files.item_bytes(first).sum())))
         return min(by_bytes, -(-_UNDER_WAY // len(first)))

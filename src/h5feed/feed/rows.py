@@ -44,7 +44,7 @@ _WORTH = 3 << 18  # bytes of those for a job: 256 of CIFAR's
 
 
 def make_fields(
-    pixels: PackedFiles, pipeline: Pipeline | None, names: Sequence[str], *, on_device: bool
+    files: PackedFiles, pipeline: Pipeline | None, names: Sequence[str], *, on_device: bool
 ) -> tuple[Field, ...]:
     """Return what fills the pixel fields `names` of a batch, by the shortest way of items there.
 
@@ -52,13 +52,13 @@ def make_fields(
     are made after they were delivered.
     """
     made: list[Field] = []
-    for spec in map(pixels.specs.__getitem__, names):
+    for spec in map(files.specs.__getitem__, names):
         # the geometry of masks is done here, wherever the images' is
         if pipeline is None or (on_device and spec.channels != 1):
-            made.append((Decoded if spec.is_encoded else WholeItems)(pixels, spec.name))
+            made.append((Decoded if spec.is_encoded else WholeItems)(files, spec.name))
         else:
             augmented = DecodedAndAugmented if spec.is_encoded else Augmented
-            made.append(augmented(pixels, spec.name, pipeline))
+            made.append(augmented(files, spec.name, pipeline))
     return tuple(made)
 
 
@@ -128,8 +128,8 @@ class Field:
     holds the GIL as long for a few: on two threads CIFAR's come a third faster by 256 than by 128.
     """
 
-    def __init__(self, pixels: PackedFiles, name: str) -> None:
-        self.pixels = pixels
+    def __init__(self, files: PackedFiles, name: str) -> None:
+        self.files = files
         self.name = name
 
     def fill(self, indices: Indices, params: Params | None, k0: int, views: Sequence[Rows]) -> None:
@@ -142,20 +142,20 @@ class Field:
     def damaged(self, index: int, reason: object, then: str = GO_ON) -> DamagedItemError:
         """Make the error that names file, field, index and key of an item."""
         if isinstance(reason, cv2.error):
-            place = self.pixels.place(self.name, index)
+            place = self.files.place(self.name, index)
             why = " ".join(str(reason).split())
             return DamagedItemError(f"{place} cannot be augmented: {why}{then}")
-        return self.pixels.damaged(self.name, index, cannot_be(reason), then)
+        return self.files.damaged(self.name, index, cannot_be(reason), then)
 
 
 class WholeItems(Field):
     """Items of one size copied as they are stored: for a device, or where nothing is changed."""
 
-    def __init__(self, pixels: PackedFiles, name: str) -> None:
-        super().__init__(pixels, name)
-        one = len(pixels.paths) == 1 and pixels.mapped
-        self._all = pixels.whole(name) if one else None
-        self.least = _least(pixels.specs[name].item_bytes)
+    def __init__(self, files: PackedFiles, name: str) -> None:
+        super().__init__(files, name)
+        one = len(files.paths) == 1 and files.mapped
+        self._all = files.whole(name) if one else None
+        self.least = _least(files.specs[name].item_bytes)
 
     def fill(self, indices: Indices, params: Params | None, k0: int, views: Sequence[Rows]) -> None:
         """Copy the items' bytes."""
@@ -166,15 +166,15 @@ class WholeItems(Field):
                 np.take(self._all, indices, axis=0, out=rows, mode="clip")
             else:
                 for row, index in zip(rows, indices.tolist(), strict=True):
-                    np.copyto(row, self.pixels.item(self.name, index))
+                    np.copyto(row, self.files.item(self.name, index))
 
 
 class Decoded(Field):
     """JPEG items decoded straight into their rows: for a device, or where nothing is changed."""
 
-    def __init__(self, pixels: PackedFiles, name: str) -> None:
-        super().__init__(pixels, name)
-        self._items = JpegItems(pixels, name)
+    def __init__(self, files: PackedFiles, name: str) -> None:
+        super().__init__(files, name)
+        self._items = JpegItems(files, name)
 
     def fill(self, indices: Indices, params: Params | None, k0: int, views: Sequence[Rows]) -> None:
         """Decode whole items."""
@@ -191,15 +191,15 @@ class Decoded(Field):
 class Augmented(Field):
     """Views of raw or NV12 items, through the pipeline's kernel into the rows."""
 
-    def __init__(self, pixels: PackedFiles, name: str, pipeline: Pipeline) -> None:
-        super().__init__(pixels, name)
-        spec = pixels.specs[name]
+    def __init__(self, files: PackedFiles, name: str, pipeline: Pipeline) -> None:
+        super().__init__(files, name)
+        spec = files.specs[name]
         self._pipeline = pipeline
         self._is_mask = spec.channels == 1
         # One array of one size: the pipeline can take small images many at a time.
-        one = len(pixels.paths) == 1 and pixels.mapped
+        one = len(files.paths) == 1 and files.mapped
         fixed = one and spec.is_fixed and spec.channels == 3
-        self._all = pixels.whole(name) if fixed else None
+        self._all = files.whole(name) if fixed else None
         self._together = max(1, _TOGETHER // spec.item_bytes) if spec.is_fixed else 1
         if fixed and pipeline.only_crops:
             self.least = _least(spec.item_bytes)
@@ -218,7 +218,7 @@ class Augmented(Field):
         if self._all is not None:
             self._pipeline.run_fixed(params, k0, self._all, indices, rows, view=view)
             return
-        items = (self.pixels.item(self.name, index) for index in indices.tolist())
+        items = (self.files.item(self.name, index) for index in indices.tolist())
         if self._is_mask:
             self._pipeline.run_mask(params, k0, list(items), rows, view=view)
             return
@@ -238,11 +238,11 @@ class DecodedAndAugmented(Field):
     from the right pixels (tools/bench_decode.py): left out.
     """
 
-    def __init__(self, pixels: PackedFiles, name: str, pipeline: Pipeline) -> None:
-        super().__init__(pixels, name)
+    def __init__(self, files: PackedFiles, name: str, pipeline: Pipeline) -> None:
+        super().__init__(files, name)
         self._pipeline = pipeline
-        self._items = JpegItems(pixels, name)
-        self._shapes = pixels.stored_shapes
+        self._items = JpegItems(files, name)
+        self._shapes = files.stored_shapes
         self._threads = threading.local()
 
     def fill(self, indices: Indices, params: Params | None, k0: int, views: Sequence[Rows]) -> None:

@@ -266,12 +266,12 @@ class Samples(NamedTuple):
 class Drawing:
     """Draws the parameters of any samples of a data set, from what is known of their sizes."""
 
-    def __init__(self, pixels: PackedFiles, pipeline: Pipeline) -> None:
+    def __init__(self, files: PackedFiles, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self._stored = pixels.stored_shapes
-        cropped = pixels.specs["images"].fit == "crop"  # what was cut off is gone
-        self._source = self._stored if cropped else pixels.source_shapes
-        self._letterbox = pixels.letterbox
+        self._stored = files.stored_shapes
+        cropped = files.specs["images"].fit == "crop"  # what was cut off is gone
+        self._source = self._stored if cropped else files.source_shapes
+        self._letterbox = files.letterbox
 
     def __call__(self, draws: SeededDraws, indices: Indices) -> Params:
         """Return the parameters of samples `indices`, one row of `draws` each."""

@@ -65,8 +65,8 @@ def contact_sheet(
     ):
         if given < least:
             raise UsageError(f"{name}={given} is too small: give {least} or more")
-    pixels = PackedFiles([path], max_pixels=max_pixels).reading()
-    cells = [_cell(pixels, index, height, width) for index in _choose(pixels, images)]
+    files = PackedFiles([path], max_pixels=max_pixels).reading()
+    cells = [_cell(files, index, height, width) for index in _choose(files, images)]
     rows = _rows(cells, width)
     step = height + _CAPTION + _MARGIN
     font = ImageFont.load_default(_FONT)
@@ -85,11 +85,11 @@ def contact_sheet(
     return sheet
 
 
-def _choose(pixels: PackedFiles, images: int) -> list[int]:
+def _choose(files: PackedFiles, images: int) -> list[int]:
     """Pick items evenly from every class, in class order."""
-    labels = pixels.labels
+    labels = files.labels
     if labels.ndim == 2 or len(np.unique(labels)) < 2:
-        return _evenly(np.arange(len(pixels)), images)
+        return _evenly(np.arange(len(files)), images)
     kinds = np.unique(labels)
     kinds = kinds[_evenly(np.arange(len(kinds)), images)]
     each = [images // len(kinds) + (i < images % len(kinds)) for i in range(len(kinds))]
@@ -103,47 +103,47 @@ def _evenly(items: Any, count: int) -> list[int]:
     return chosen
 
 
-def _cell(pixels: PackedFiles, index: int, height: int, width: int) -> _Cell:
-    image: Image.Image = _image(pixels, "images", index)
+def _cell(files: PackedFiles, index: int, height: int, width: int) -> _Cell:
+    image: Image.Image = _image(files, "images", index)
     fitted = min(round(image.width * height / image.height), width - 2 * _MARGIN)
     size = (max(1, fitted), height)
     zoom = size[0] / image.width, size[1] / image.height
     image = image.resize(size, Image.Resampling.LANCZOS)
-    _draw_places(image, pixels, index, zoom)
-    if "masks" in pixels.specs:
-        drawn = _image(pixels, "masks", index).resize(size, Image.Resampling.NEAREST)
-        mask, caption = np.asarray(drawn), Path(pixels.key(index)).name
+    _draw_places(image, files, index, zoom)
+    if "masks" in files.specs:
+        drawn = _image(files, "masks", index).resize(size, Image.Resampling.NEAREST)
+        mask, caption = np.asarray(drawn), Path(files.key(index)).name
         return _Cell(overlay_mask(image, mask), caption, frozenset(np.unique(mask).tolist()))
-    target = pixels.labels[index].tolist()
-    if "caption" in pixels.field_types:
-        caption = str(FieldColumn(pixels, "caption").read(index))
-    elif target == -1 and pixels.field_types:
-        caption = Path(pixels.key(index)).name
+    target = files.labels[index].tolist()
+    if "caption" in files.field_types:
+        caption = str(FieldColumn(files, "caption").read(index))
+    elif target == -1 and files.field_types:
+        caption = Path(files.key(index)).name
     elif isinstance(target, int):
-        known = 0 <= target < len(pixels.classes)
-        caption = pixels.classes[target] if known else f"label {target}"
+        known = 0 <= target < len(files.classes)
+        caption = files.classes[target] if known else f"label {target}"
     else:
         caption = ", ".join(f"{value:g}" for value in target)
     return _Cell(image, caption)
 
 
 def _draw_places(
-    image: Image.Image, pixels: PackedFiles, index: int, zoom: tuple[float, float]
+    image: Image.Image, files: PackedFiles, index: int, zoom: tuple[float, float]
 ) -> None:
     """Draw an item's boxes, with the names of their classes, and its keypoints into `image`."""
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(_FONT - 2)
-    for name, kind in pixels.field_types.items():
+    for name, kind in files.field_types.items():
         if kind.kind not in ("boxes", "keypoints"):
             continue
-        rows = field_value(pixels, name, "numpy", "source")(index)
-        labels = _labels_beside(pixels, kind.rows_of or name, index, len(rows))
+        rows = field_value(files, name, "numpy", "source")(index)
+        labels = _labels_beside(files, kind.rows_of or name, index, len(rows))
         for row, label in zip(rows, labels, strict=True):
             color = tuple(class_colors()[label % (_VOID - 1) + 1].tolist())
             if kind.kind == "boxes":
                 left, top, right, bottom = (row * (*zoom, *zoom)).tolist()
                 draw.rectangle((left, top, right - 1, bottom - 1), outline=color, width=2)
-                if label < len(pixels.classes):
-                    text = printable(pixels.classes[label])
+                if label < len(files.classes):
+                    text = printable(files.classes[label])
                     draw.rectangle(draw.textbbox((left + 2, top + 1), text, font), fill=color)
                     draw.text((left + 2, top + 1), text, fill=_PAPER, font=font)
                 continue
@@ -153,16 +153,16 @@ def _draw_places(
                     draw.ellipse((x - 2, y - 2, x + 2, y + 2), fill=color)
 
 
-def _labels_beside(pixels: PackedFiles, boxes: str, index: int, count: int) -> list[int]:
+def _labels_beside(files: PackedFiles, boxes: str, index: int, count: int) -> list[int]:
     """Return the class numbers of an item's boxes: those of the whole numbers beside them."""
-    for name, kind in pixels.field_types.items():
+    for name, kind in files.field_types.items():
         if kind.rows_of == boxes and (kind.dtype, kind.shape) == ("int64", ()):
-            return [max(0, number) for number in FieldColumn(pixels, name).read(index).tolist()]
+            return [max(0, number) for number in FieldColumn(files, name).read(index).tolist()]
     return [0] * count
 
 
-def _image(pixels: PackedFiles, field: str, index: int) -> Image.Image:
-    image: Image.Image = image_reader(pixels, field, output="pil", aspect="source")(index)
+def _image(files: PackedFiles, field: str, index: int) -> Image.Image:
+    image: Image.Image = image_reader(files, field, output="pil", aspect="source")(index)
     return image
 
 

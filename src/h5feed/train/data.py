@@ -189,7 +189,7 @@ def _open(path: Path, config: TrainConfig) -> _Opened:
     # torchvision's transforms see true proportions, as H5Loader's ops do.
     ds = H5Dataset(path, aspect="source" if config.data.loader == "dataloader" else "stored")
     targets = _read_targets(ds, path, config.loss)
-    spec = ds.pixels.specs["images"]
+    spec = ds.files.specs["images"]
     unlike = ds.aspect == "source" and spec.fit in ("stretch", "pad")
     return _Opened(
         dataset=ds,
@@ -201,7 +201,7 @@ def _open(path: Path, config: TrainConfig) -> _Opened:
 
 def default_size(ds: H5Dataset) -> int:
     """Return the side of the images that a model sees: the stored short side, up to 224 px."""
-    spec = ds.pixels.specs["images"]
+    spec = ds.files.specs["images"]
     return min(spec.height or _USUAL_SIZE, spec.width or _USUAL_SIZE, _USUAL_SIZE)
 
 
@@ -226,7 +226,7 @@ def _statistics(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation per channel of evenly spaced images, 0 to 255."""
     if isinstance(train.dataset, H5Dataset):
-        stats = channel_stats(train.dataset.pixels, limit=_STATISTICS_OF)
+        stats = channel_stats(train.dataset.files, limit=_STATISTICS_OF)
         mean, std = 255 * np.array(stats.mean), 255 * np.array(stats.std)
     else:
         count = len(train.dataset)
@@ -342,26 +342,26 @@ def _packed_loader(
 
 def _read_targets(ds: H5Dataset, path: Path, config: LossConfig) -> _Targets:
     """Return what `ds` can be trained for; UsageError where that is not what is asked for."""
-    pixels = ds.pixels
+    files = ds.files
     has = "classification"
-    if "masks" in pixels.specs:
+    if "masks" in files.specs:
         has = "segmentation"
-    elif pixels.labels.ndim == 2:
+    elif files.labels.ndim == 2:
         has = "regression"
     wanted = has if config.task == "auto" or ":" in config.task else config.task
     _check_column(wanted, has, path)
     if wanted == "segmentation":
         found = named = _classes_in_masks(ds, config.ignore_index)
     elif wanted == "regression":
-        found = named = int(pixels.labels.shape[1])
+        found = named = int(files.labels.shape[1])
     else:
-        _check_labels(pixels.labels, path)
-        found = int(pixels.labels.max(initial=-1)) + 1
-        named = len(pixels.classes) or found
+        _check_labels(files.labels, path)
+        found = int(files.labels.max(initial=-1)) + 1
+        named = len(files.classes) or found
     outputs = named
     if config.num_outputs:
         outputs = _choose_outputs(config, wanted, found, path)
-    classes = pixels.classes if wanted == "classification" else ()
+    classes = files.classes if wanted == "classification" else ()
     return _Targets(task=wanted, num_outputs=outputs, classes=classes)
 
 
@@ -412,10 +412,10 @@ def _classes_in_masks(ds: H5Dataset, ignore_index: int) -> int:
     """Return the highest class number of evenly spaced masks, and one."""
     count = min(len(ds), _MASKS_LOOKED_AT)
     chosen = np.linspace(0, len(ds) - 1, count).round().astype(np.int64)
-    ds.pixels.announce(chosen, ["masks"])
+    ds.files.announce(chosen, ["masks"])
     found = 0
     for index in chosen.tolist():
-        mask = ds.pixels.item("masks", index)
+        mask = ds.files.item("masks", index)
         found = max(found, int(mask.max(initial=0, where=mask != ignore_index)))
     return found + 1
 

@@ -129,9 +129,9 @@ class DaliLoader(PackedLoader):
         self._with_index = with_index
         self._on_error: OnError = on_error
         augmentation = Pipeline(augment, antialias=antialias, views=views)  # type: ignore[arg-type]
-        bind_pipeline(augmentation, ds.pixels)
+        bind_pipeline(augmentation, ds.files)
         self._factory = PipelineFactory(
-            ds.pixels,
+            ds.files,
             augmentation,
             device=self.device,
             batch_size=batch_size,
@@ -141,7 +141,7 @@ class DaliLoader(PackedLoader):
             lookahead=lookahead,
         )
         self._converter = OutputConverter(
-            ds.pixels,
+            ds.files,
             augmentation,
             device=self.device,
             target_transform=ds.target_transform,
