@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from augment.draws import FakeDraws
 from augment.judge import assert_close, assert_drawn_alike, make_images, on_device, run
-from h5feed.augment import CutMix, MixUp, Pipeline, ToDtype
+from h5feed.augment import CutMix, MixUp, MixUpOrCutMix, Pipeline, ToDtype
 from h5feed.augment.mixing import mix_labels
 from h5feed.errors import UsageError
 
@@ -107,3 +109,40 @@ def test_mixing_comes_last_and_for_one_view():
         Pipeline([MixUp(), ToDtype(torch.float32, scale=True)])
     with pytest.raises(UsageError, match=r"MixUp\(.*\) mixes labels, which views=2 have not"):
         Pipeline([MixUp()], views=2)
+
+
+def test_either_mixing_comes_as_often_as_it_should_with_smooth_targets():
+    op = MixUpOrCutMix(alpha=0.8, cutmix_p=0.25, p=0.8, label_smoothing=0.1)
+    drawn = np.array([op.draw(u, (40, 60)) for u in np.random.default_rng(0).random((4000, 3))])
+    none = (drawn == (1, 1, 0, 0, 0, 0)).all(axis=1)
+    cut = ~none & (drawn[:, 1] == 0)
+    assert none.mean() == pytest.approx(0.2, abs=0.03)
+    assert cut.mean() == pytest.approx(0.2, abs=0.03)
+    mixed = drawn[~none & ~cut]
+    assert (mixed[:, 0] == mixed[:, 1]).all()
+    assert (mixed[:, 2:] == (0, 0, 40, 60)).all()
+    pipeline = Pipeline([op])
+    pipeline.bind((8, 8), num_classes=4)
+    params = replace(pipeline_params(pipeline), mix=np.array([0.75, 0.75, 0, 0, 8, 8]))
+    targets = pipeline.mix_labels(params, torch.tensor([0, 3]))
+    want = 0.9 * torch.tensor([[0.75, 0, 0, 0.25], [0.25, 0, 0, 0.75]]) + 0.025
+    assert torch.allclose(targets, want)
+
+
+def pipeline_params(pipeline):
+    sizes = np.full((2, 2), 8)
+    return pipeline.draw(FakeDraws(range(2)), sizes, sizes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"p": 2}, "MixUpOrCutMix: p=2 must be between 0 and 1"),
+        ({"cutmix_alpha": 0}, "MixUpOrCutMix: cutmix_alpha=0 must be positive"),
+        ({"alpha": 0}, "MixUpOrCutMix: alpha=0 must be positive"),
+    ],
+)
+def test_wrong_arguments_of_either_mixing_are_one_sentence(arguments, text):
+    with pytest.raises(UsageError) as caught:
+        MixUpOrCutMix(**arguments)
+    assert str(caught.value) == text

@@ -18,6 +18,7 @@ from h5feed.augment import (
     GaussianBlur,
     Grayscale,
     MixUp,
+    MixUpOrCutMix,
     Normalize,
     RandomAffine,
     RandomCrop,
@@ -187,6 +188,27 @@ def test_timms_own_transforms_are_known():
     assert score[:2] == (Resize(73, antialias=True), CenterCrop((64, 64)))
 
 
+def test_a_choice_of_mixing_is_one_op():
+    """torchvision's reference script's, and timm's collate functions."""
+    choice = v2.RandomChoice(
+        [v2.CutMix(alpha=0.7, num_classes=5), v2.MixUp(alpha=0.2, num_classes=5)], p=[3, 1]
+    )
+    assert from_torchvision([CenterCrop(8), choice])[1] == MixUpOrCutMix(
+        alpha=0.2, num_classes=5, cutmix_alpha=0.7, cutmix_p=0.75
+    )
+    data = pytest.importorskip("timm.data")
+    both = data.FastCollateMixup(0.8, 1.0, prob=0.9, label_smoothing=0.1, num_classes=7)
+    assert from_torchvision([both]) == (
+        MixUpOrCutMix(alpha=0.8, num_classes=7, p=0.9, label_smoothing=0.1),
+    )
+    one = data.Mixup(mixup_alpha=0.0, cutmix_alpha=0.5, num_classes=7, label_smoothing=0)
+    assert from_torchvision([one])[0] == MixUpOrCutMix(
+        num_classes=7, cutmix_alpha=0.5, cutmix_p=1.0
+    )
+    with pytest.raises(UsageError, match="timm's Mixup with mode='elem'"):
+        from_torchvision([data.Mixup(mode="elem")])
+
+
 class Own(v2.CenterCrop):
     """A class of a script."""
 
@@ -204,6 +226,7 @@ class Own(v2.CenterCrop):
             lambda: [v1.RandomApply([v1.RandomGrayscale()])],
             "augment: torchvision's RandomApply has",
         ),
+        (lambda: [v2.RandomChoice([v2.Grayscale()])], "RandomChoice has a counterpart in h5feed.a"),
         (lambda: [v2.Lambda(abs)], "augment: torchvision's Lambda has no counterpart in"),
         (lambda: [abs], "augment holds <built-in function abs>, which is no op of h5feed.augment;"),
         (lambda: abs, "augment holds <built-in function abs>, which is no op of h5feed.augment;"),

@@ -17,7 +17,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from h5feed import H5Dataset, H5Loader, UsageError, augment
+from h5feed import H5Dataset, H5Loader, ShuffleSampler, UsageError, augment
 from h5feed.augment import CenterCrop, MixUp, RandomHorizontalFlip, RandomResizedCrop, Resize
 from h5feed.feed.as_dataloader import StockOptions
 from loaders import assert_same, by_index, write_kind
@@ -211,6 +211,97 @@ def test_samples_are_dicts_under_keys(ds):
             assert list(batch) == [*keys, "index"]
             assert torch.equal(batch["pixel_values"], images)
             assert torch.equal(batch["labels"], labels)
+
+
+# --- other people's loops -------------------------------------------------------------------------
+
+
+class Trainer:
+    """What Hugging Face's Trainer does with a loader, to begin and to go on in mid-epoch."""
+
+    def __init__(self, model, loader):
+        self.model, self.loader = model, loader
+
+    def train(self, epochs, done=0):
+        steps = len(self.loader)
+        for epoch in range(done // steps, epochs):
+            batches = self.loader
+            if hasattr(batches, "set_epoch"):
+                batches.set_epoch(epoch)
+            if skip := (done % steps if epoch == done // steps else 0):
+                batches = DataLoader(
+                    self.loader.dataset,
+                    batch_sampler=Skip(self.loader.batch_sampler, skip),
+                    num_workers=self.loader.num_workers,
+                    collate_fn=self.loader.collate_fn,
+                    pin_memory=self.loader.pin_memory,
+                    timeout=self.loader.timeout,
+                    worker_init_fn=self.loader.worker_init_fn,
+                    multiprocessing_context=self.loader.multiprocessing_context,
+                    generator=self.loader.generator,
+                    prefetch_factor=self.loader.prefetch_factor,
+                    persistent_workers=self.loader.persistent_workers,
+                )
+            for batch in batches:
+                self.model(**batch)
+
+
+def test_hugging_faces_trainer_goes_on_exactly(ds):
+    def seen(done=0):
+        found = []
+
+        def model(pixel_values, labels):
+            found.append((pixel_values.clone(), labels.clone()))
+
+        keyed = H5Dataset(ds.pixels.paths, keys=("pixel_values", "labels"))
+        with H5Loader(keyed, 5, shuffle=True, augment=CROP, num_workers=2) as loader:
+            assert len(loader.dataset) == 12
+            Trainer(model, loader).train(2, done)
+        return found
+
+    assert_batches(seen(done=2), seen()[2:])
+
+
+def test_timms_loop_is_served(ds):
+    """train_one_epoch and main of timm's train.py: names they use of a loader."""
+    loader = H5Loader(ds, 5, shuffle=True, augment=[*CROP, MixUp()], drop_last=True)
+    with loader:
+        orders = []
+        for epoch in range(3):
+            if hasattr(loader.sampler, "set_epoch"):
+                loader.sampler.set_epoch(epoch)
+            if epoch == 2 and loader.mixup_enabled:
+                loader.mixup_enabled = False
+            last = len(loader) - 1
+            for number, (images, target) in enumerate(loader):
+                assert images.shape == (5, 3, 16, 16)
+                assert target.shape == (5, 2)
+                assert number <= last
+            assert number == last
+            assert epoch < 2 or target.max(1).values.min() == 1
+            orders.append(target.tolist())
+        assert orders[0] != orders[1]
+        assert len(loader.dataset) == 12
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_stateful_dataloader_resumes_over_the_dataset(ds, workers):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def make():
+        sampler = ShuffleSampler(ds, seed=5)
+        sampler.set_epoch(1)
+        return stateful(ds, batch_size=4, sampler=sampler, num_workers=workers)
+
+    loader = make()
+    going = iter(loader)
+    next(going)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    rest = copies(going)
+    assert len(rest) == 2
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert_batches(copies(resumed), rest)
 
 
 # --- parts of datasets ----------------------------------------------------------------------------

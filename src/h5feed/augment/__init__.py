@@ -27,7 +27,7 @@ from h5feed.augment.geometry import (
     RandomVerticalFlip,
     Resize,
 )
-from h5feed.augment.mixing import CutMix, MixUp
+from h5feed.augment.mixing import CutMix, MixUp, MixUpOrCutMix
 from h5feed.augment.ops import Draws, ImageOp, Op
 from h5feed.augment.pipeline import Params, Pipeline
 from h5feed.augment.places import Moves, SanitizeBoundingBoxes
@@ -45,6 +45,7 @@ __all__ = [
     "ImageOp",
     "Kernel",
     "MixUp",
+    "MixUpOrCutMix",
     "Moves",
     "Normalize",
     "Op",

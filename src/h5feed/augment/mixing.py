@@ -19,7 +19,17 @@ if TYPE_CHECKING:
 
     from h5feed.augment.plan import Plan
 
-__all__ = ["CutMix", "MixOp", "MixUp", "NoMix", "mix_images", "mix_labels", "mix_rows", "unmixed"]
+__all__ = [
+    "CutMix",
+    "MixOp",
+    "MixUp",
+    "MixUpOrCutMix",
+    "NoMix",
+    "mix_images",
+    "mix_labels",
+    "mix_rows",
+    "unmixed",
+]
 
 # A batch's parameters, float64 (6,): what the label keeps of its own, what a pixel in the box keeps
 # of its own, and the box: y0, x0, y1, x1.
@@ -92,32 +102,84 @@ class CutMix(MixOp):
         self, share: float, u_x: float, u_y: float, size: tuple[int, int]
     ) -> tuple[float, ...]:
         """Return the box as torchvision draws it, and the share of the area outside it."""
-        height, width = size
-        x, y = int(u_x * width), int(u_y * height)
-        half = 0.5 * math.sqrt(1 - share)
-        half_w, half_h = int(half * width), int(half * height)
-        x0, y0 = max(x - half_w, 0), max(y - half_h, 0)
-        x1, y1 = min(x + half_w, width), min(y + half_h, height)
-        kept = 1 - (x1 - x0) * (y1 - y0) / (width * height)
-        return kept, 0, y0, x0, y1, x1
+        return _cut(share, u_x, u_y, size)
+
+
+def _cut(share: float, u_x: float, u_y: float, size: tuple[int, int]) -> tuple[float, ...]:
+    height, width = size
+    x, y = int(u_x * width), int(u_y * height)
+    half = 0.5 * math.sqrt(1 - share)
+    half_w, half_h = int(half * width), int(half * height)
+    x0, y0 = max(x - half_w, 0), max(y - half_h, 0)
+    x1, y1 = min(x + half_w, width), min(y + half_h, height)
+    kept = 1 - (x1 - x0) * (y1 - y0) / (width * height)
+    return kept, 0, y0, x0, y1, x1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixUpOrCutMix(MixOp):
+    """Mix each batch one way or the other, as timm's Mixup does, and torchvision's RandomChoice.
+
+    >>> from h5feed import H5Dataset, H5Loader
+    >>> from h5feed.augment import MixUpOrCutMix, RandomResizedCrop
+    >>> ops = [RandomResizedCrop(48), MixUpOrCutMix(alpha=0.8, label_smoothing=0.1)]
+    >>> images, targets = next(iter(H5Loader(H5Dataset("photos.h5"), 4, augment=ops)))
+    >>> targets.shape, round(targets.sum().item(), 4)
+    (torch.Size([4, 2]), 4.0)
+    """
+
+    cutmix_alpha: float = 1.0
+    """CutMix's alpha; `alpha` is MixUp's."""
+    cutmix_p: float = 0.5
+    """How probable CutMix is."""
+    p: float = 1.0
+    """How probable it is that a batch is mixed at all."""
+    label_smoothing: float = 0.0
+    """What of each target goes to all classes alike."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.cutmix_alpha > 0:
+            raise refuse(self, "cutmix_alpha", self.cutmix_alpha, "must be positive")
+        for name in ("p", "cutmix_p", "label_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise refuse(self, name, getattr(self, name), "must be between 0 and 1")
+
+    def draw(self, u: Floats, size: tuple[int, int]) -> Floats:
+        """Return the batch's parameters for images of `size` from three uniforms."""
+        random = np.random.RandomState(int(u[0] * 2**32))
+        mixes, cuts = random.uniform(size=2) < (self.p, self.cutmix_p)
+        if not mixes:
+            return np.array(_NOT_MIXED)
+        alpha = self.cutmix_alpha if cuts else self.alpha
+        share = float(random.beta(alpha, alpha))
+        if cuts:
+            return np.array(_cut(share, float(u[1]), float(u[2]), size))
+        return np.array((share, share, 0, 0, *size))
+
+
+_NOT_MIXED = (1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoMix(MixOp):
     """Leave images alone; targets are shares of the classes as with MixUp, one of them 1."""
 
+    label_smoothing: float = 0.0
+
     def mixture(
         self, share: float, u_x: float, u_y: float, size: tuple[int, int]
     ) -> tuple[float, ...]:
         """Return that all is an image's own."""
-        return 1, 1, 0, 0, 0, 0
+        return _NOT_MIXED
 
 
 def unmixed(op: Op) -> Op:
     """Return what stands in for an op that mixes while nothing is to be mixed; others as is."""
     if not isinstance(op, MixOp):
         return op
-    return NoMix(alpha=op.alpha, num_classes=op.num_classes)
+    smoothing = getattr(op, "label_smoothing", 0.0)
+    return NoMix(alpha=op.alpha, num_classes=op.num_classes, label_smoothing=smoothing)
 
 
 def mix_labels(

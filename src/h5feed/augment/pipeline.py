@@ -280,7 +280,9 @@ class Pipeline:
         if params.mix is None or self.plan.mix is None:
             return labels
         classes = self.plan.mix[1].num_classes or self._num_classes
-        return mix_labels(labels, float(params.mix[0]), classes)
+        mixed = mix_labels(labels, float(params.mix[0]), classes)
+        smoothing = getattr(self.plan.mix[1], "label_smoothing", 0.0)
+        return mixed if not smoothing else mixed * (1 - smoothing) + smoothing / mixed.shape[1]
 
     def compile_device(self) -> CompiledBatch:
         """Have `run_device` use kernels that torch.compile makes at its first call; return them."""

@@ -20,7 +20,7 @@ from h5feed.augment.geometry import (
     RandomVerticalFlip,
     Resize,
 )
-from h5feed.augment.mixing import CutMix, MixUp
+from h5feed.augment.mixing import CutMix, MixUp, MixUpOrCutMix
 from h5feed.augment.ops import Op
 from h5feed.errors import UsageError
 
@@ -136,6 +136,43 @@ def _fills(transform: Any) -> dict[str, Any]:
     one = fill if isinstance(fill, int) else 0  # a number is for masks, too
     mask = _by_kind(fill, "Mask", one)
     return {"fill": _listed(0 if color is None else color), "mask_fill": mask or 0}
+
+
+def _choice(t: Any) -> Iterator[Op]:
+    """RandomChoice of one MixUp and one CutMix, as torchvision's training scripts have it."""
+    by_name = {type(one).__name__: one for one in t.transforms}
+    if sorted(by_name) != ["CutMix", "MixUp"] or len(t.transforms) != 2:
+        raise UsageError(
+            "augment: torchvision's RandomChoice has a counterpart in h5feed.augment only of one "
+            f"MixUp and one CutMix; {_WAY_OUT}"
+        )
+    mix, cut = by_name["MixUp"], by_name["CutMix"]
+    probable = {type(one).__name__: p for one, p in zip(t.transforms, t.p, strict=True)}
+    yield MixUpOrCutMix(
+        alpha=mix.alpha,
+        num_classes=mix.num_classes,
+        cutmix_alpha=cut.alpha,
+        cutmix_p=probable["CutMix"] / sum(probable.values()),
+    )
+
+
+def _timm_mixup(t: Any) -> Iterator[Op]:
+    """Timm's Mixup and FastCollateMixup."""
+    if t.mode != "batch" or t.cutmix_minmax is not None:
+        raise UsageError(
+            f"augment: timm's {type(t).__name__} with mode={t.mode!r} and "
+            f"cutmix_minmax={t.cutmix_minmax!r} has no counterpart in h5feed.augment: give "
+            "mode='batch', and cutmix_minmax=None"
+        )
+    cut = t.cutmix_alpha > 0
+    yield MixUpOrCutMix(
+        alpha=t.mixup_alpha if t.mixup_alpha > 0 else 1.0,
+        num_classes=t.num_classes,
+        cutmix_alpha=t.cutmix_alpha if cut else 1.0,
+        cutmix_p=(t.switch_prob if t.mixup_alpha > 0 else 1.0) if cut else 0.0,
+        p=t.mix_prob,
+        label_smoothing=t.label_smoothing,
+    )
 
 
 def _resize(t: Any) -> Iterator[Op]:
@@ -278,6 +315,9 @@ _MADE: dict[str, Callable[[Any], Iterator[Any]]] = {
     "ToDtype": _to_dtype,
     "Normalize": lambda t: iter([Normalize(tuple(map(float, t.mean)), tuple(map(float, t.std)))]),
     "RandomErasing": _either_erasing,
+    "RandomChoice": _choice,
+    "Mixup": _timm_mixup,
+    "FastCollateMixup": _timm_mixup,
     "MixUp": lambda t: iter([MixUp(alpha=t.alpha, num_classes=t.num_classes)]),
     "CutMix": lambda t: iter([CutMix(alpha=t.alpha, num_classes=t.num_classes)]),
 }
