@@ -54,7 +54,7 @@ from h5feed.feed.options import (
 )
 from h5feed.feed.order import Order
 from h5feed.feed.readahead import ReadAhead
-from h5feed.feed.sampling import BatchPlan, Drawing, SampleOrder, Steps
+from h5feed.feed.sampling import BatchPlan, Drawing, SampleOrder, Steps, Weights, choose_weights
 from h5feed.feed.workers import WorkerPool
 
 __all__ = [
@@ -95,6 +95,8 @@ class PackedLoader(DataLoaderFacts, ABC):
         indices: Sequence[int] | None,
         block: int | None,
         window: int,
+        weights: Weights = None,
+        repeats: int = 1,
         whole: H5Dataset | None = None,
         items: NDArray[np.int64] | None = None,
     ) -> None:
@@ -108,6 +110,7 @@ class PackedLoader(DataLoaderFacts, ABC):
         self._tail: Tail = tail
         check_ranks(rank, world_size)
         self._given_ranks = rank, world_size
+        labels = self._files.labels
         self._order = SampleOrder(
             len(ds),
             shuffle=shuffle,
@@ -115,6 +118,8 @@ class PackedLoader(DataLoaderFacts, ABC):
             indices=indices,
             block=block_length(self._files) if block is None else block,
             window=window,
+            weights=choose_weights(weights, labels if items is None else labels[items]),
+            repeats=repeats,
             items=items,
         )
         self._cursor = Cursor(epoch=0)
@@ -335,6 +340,12 @@ class H5Loader(PackedLoader):
         indices: the samples to take, as positions in `ds`.
         block: samples of a block with shuffle="block"; None: 8 MB of them.
         window: blocks that are shuffled together.
+        weights: how often each sample comes: "balanced" (each class as often as any other), or an
+            array of one number per sample of `ds`. Samples are drawn with replacement, as many
+            in an epoch as there are; each is augmented anew.
+        repeats: how often each sample comes in a row, differently augmented (repeated
+            augmentation, Hoffer et al. 2020); an epoch is as long as without, and has a part of
+            the samples: shuffle them.
         lookahead: bytes announced to the kernel ahead of the batches in the making.
         io: "map": items are views of mapped files, which costs least; a disk that fails, or a file
             cut short meanwhile, ends the process by SIGBUS. "read": each is read (raw
@@ -374,6 +385,8 @@ class H5Loader(PackedLoader):
         indices: Sequence[int] | None = None,
         block: int | None = None,
         window: int = 16,
+        weights: Weights = None,
+        repeats: int = 1,
         lookahead: int = 64 << 20,
         io: Io = "map",
         **stock: Unpack[StockOptions],
@@ -396,6 +409,8 @@ class H5Loader(PackedLoader):
             indices=indices,
             block=block,
             window=window,
+            weights=weights,
+            repeats=repeats,
             whole=packed,
             items=items,
         )

@@ -12,9 +12,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from h5feed.feed.random import hash_ints
+from h5feed.feed.random import GOLDEN, hash_ints, mix64
 
-__all__ = ["BlockShuffle", "FullShuffle", "Listed", "Order", "Sequential", "permute"]
+__all__ = [
+    "BlockShuffle",
+    "FullShuffle",
+    "Listed",
+    "Order",
+    "Repeated",
+    "Sequential",
+    "Weighted",
+    "permute",
+]
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -127,6 +136,63 @@ class BlockShuffle:
         return indices
 
 
+class Weighted:
+    """Samples drawn with replacement, each as often as its weight says.
+
+    Args:
+        weights: float64 (n,), at least 0 and not all 0.
+        seed: any int.
+        epoch: any int.
+
+    """
+
+    def __init__(self, weights: NDArray[np.float64], seed: int, epoch: int) -> None:
+        self._ends = np.cumsum(weights)
+        self._key = hash_ints(seed, epoch, 0x776569676874)  # "weight"
+        self._last = int(np.flatnonzero(weights)[-1])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __call__(self, positions: I64) -> I64:
+        """Return the samples drawn at `positions`."""
+        states = positions.astype(np.uint64)
+        states *= np.uint64(GOLDEN)
+        states += np.uint64(self._key)
+        drawn = (mix64(states) >> np.uint64(11)) * 2.0**-53 * self._ends[-1]
+        found = np.searchsorted(self._ends, drawn, side="right")
+        samples: I64 = np.minimum(found, self._last)  # rounding may reach the very end
+        return samples
+
+    def draw_keys(self, positions: I64, indices: I64) -> I64:
+        """Return numbers of the positions: the same sample may stand at many."""
+        keys: I64 = positions | (1 << 62)
+        return keys
+
+
+class Repeated:
+    """Each sample `times` in a row, differently augmented; as many positions as without.
+
+    So an epoch has a part of the samples: the first of `inner`, which should shuffle.
+    """
+
+    def __init__(self, inner: Order, times: int) -> None:
+        self._inner = inner
+        self._times = times
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __call__(self, positions: I64) -> I64:
+        """Return the samples at `positions`."""
+        return self._inner(positions // self._times)
+
+    def draw_keys(self, positions: I64, indices: I64) -> I64:
+        """Return the inner order's keys, another one for each repeat."""
+        keys: I64 = self._inner.draw_keys(positions // self._times, indices)
+        return keys ^ (positions % self._times << 41)
+
+
 class Listed:
     """An order that somebody else decided: a list of indices, or what a Sampler yielded.
 
@@ -150,11 +216,9 @@ class Listed:
         return samples
 
     def draw_keys(self, positions: I64, indices: I64) -> I64:
-        """Return `indices`, plus 2**40 for every earlier listing of the same sample."""
-        if self._repeat is None:
-            return indices
-        keys: I64 = indices + (self._repeat[self._inner(positions)] << 40)
-        return keys
+        """Return the inner order's, plus 2**40 for every earlier listing of the same sample."""
+        keys = self._inner.draw_keys(positions, indices)
+        return keys if self._repeat is None else keys + (self._repeat[self._inner(positions)] << 40)
 
 
 def _count_repeats(indices: I64) -> I64 | None:

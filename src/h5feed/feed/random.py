@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SeededDraws", "hash_ints", "mix64"]
+__all__ = ["GOLDEN", "SeededDraws", "hash_ints", "mix64"]
 
 U64 = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of SplitMix64
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of SplitMix64
 _MUL1, _MUL2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # Stafford's variant 13, as in SplitMix64
 _TO_UNIT = 2.0**-53
 
@@ -38,7 +38,7 @@ def hash_ints(*values: int) -> int:
     for value in values:
         words = _words(abs(value))
         for word in (2 * len(words) + (value < 0), *words):
-            state = _mix_int(_mix_int(state + _GOLDEN) ^ word)
+            state = _mix_int(_mix_int(state + GOLDEN) ^ word)
     return _mix_int(state)
 
 
@@ -72,7 +72,7 @@ class SeededDraws:
         # Two multiplications per level, so that neighbouring indices share no structure.
         base = np.uint64(hash_ints(seed, epoch))
         keys = indices.astype(np.uint64)
-        keys *= np.uint64(_GOLDEN)
+        keys *= np.uint64(GOLDEN)
         keys += base
         self._keys = mix64(keys)
         self._indices, self._when = indices, (seed, epoch)
@@ -89,7 +89,7 @@ class SeededDraws:
         """Return (B,): a bit of each sample's own in even epochs, the other one in odd ones."""
         seed, epoch = self._when
         keys = self._indices.astype(np.uint64)
-        keys *= np.uint64(_GOLDEN)
+        keys *= np.uint64(GOLDEN)
         keys += np.uint64(hash_ints(seed, stream, 0x616C7465726E))  # "altern"
         bits: NDArray[np.bool_] = mix64(keys) % np.uint64(2) != epoch % 2
         return bits
@@ -101,7 +101,7 @@ class SeededDraws:
 
 
 def _uniform(states: U64, count: int) -> NDArray[np.float64]:
-    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     bits = mix64(states[:, None] + steps)
     bits >>= np.uint64(11)
     unit: NDArray[np.float64] = bits.astype(np.float64)

@@ -6,18 +6,26 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.options import Shuffle, Tail, check_ranks, check_whole
-from h5feed.feed.order import BlockShuffle, FullShuffle, Listed, Order, Sequential
+from h5feed.feed.order import (
+    BlockShuffle,
+    FullShuffle,
+    Listed,
+    Order,
+    Repeated,
+    Sequential,
+    Weighted,
+)
 from h5feed.feed.random import SeededDraws, hash_ints
 
 __all__ = [
@@ -28,9 +36,12 @@ __all__ = [
     "Samples",
     "ShuffleSampler",
     "Steps",
+    "Weights",
+    "choose_weights",
 ]
 
 Indices = NDArray[np.int64]
+Weights = Literal["balanced"] | ArrayLike | None
 
 _AT_ONCE = 4096  # indices that a sampler computes at a time: numpy's cost per call is small then
 
@@ -45,6 +56,8 @@ class SampleOrder:
         indices: the samples to take at all; with a shuffle, in shuffled order.
         block: samples of a block, for shuffle="block".
         window: blocks shuffled together.
+        weights: how often each sample is drawn, float64 (count,); None: each once.
+        repeats: how often each sample comes in a row.
         items: int64 (count,), where the samples counted are a part of the items; None: all.
 
     Raises UsageError for arguments that contradict each other.
@@ -60,13 +73,18 @@ class SampleOrder:
         indices: Sequence[int] | None,
         block: int,
         window: int,
+        weights: NDArray[np.float64] | None = None,
+        repeats: int = 1,
         items: Indices | None = None,
     ) -> None:
         if shuffle not in (True, False, "block"):
             raise UsageError(f'shuffle={shuffle!r} is none of True, "block" and False')
-        check_whole(1, block=block, window=window)
+        check_whole(1, block=block, window=window, repeats=repeats)
         if sampler is not None:
             _check_sampler(sampler, shuffle, indices)
+        if weights is not None and (sampler is not None or shuffle == "block"):
+            other = f"sampler={sampler!r}" if sampler is not None else 'shuffle="block"'
+            raise UsageError(f"weights draw the samples, and {other} orders them: give one of them")
         self._count = count
         self._shuffle: Shuffle = shuffle
         self._sampler = sampler
@@ -77,6 +95,12 @@ class SampleOrder:
         self._indices = chosen
         self._block = block
         self._window = window
+        self._repeats = repeats
+        self._weights = weights
+        if weights is not None and indices is not None:
+            self._weights = weights[_as_indices(indices, count, "indices")]
+        if self._weights is not None and not self._weights.any():
+            raise UsageError("weights are 0 for all samples that there are: nothing can be drawn")
 
     def __len__(self) -> int:
         if self._sampler is not None:
@@ -91,21 +115,29 @@ class SampleOrder:
 
     def order(self, seed: int, epoch: int) -> Order:
         """Return the order of an epoch; UsageError where a sampler gives none."""
+        order: Order
         if self._sampler is not None:
-            return Listed(self._at(_ask(self._sampler, seed, epoch, self._count)))
-        computed = self._computed(len(self), seed, epoch)
-        return computed if self._indices is None else Listed(self._indices, computed)
+            order = Listed(self._at(_ask(self._sampler, seed, epoch, self._count)))
+        else:
+            order = self._computed(len(self), seed, epoch)
+            if self._indices is not None:
+                order = Listed(self._indices, order)
+        return order if self._repeats == 1 else Repeated(order, self._repeats)
 
     @property
     def kind(self) -> str:
         """What tells this order from others of the same seed and epoch; not a sampler's list."""
+        times = f", {self._repeats} times" if self._repeats > 1 else ""
         if self._sampler is not None:
-            return "sampler"
-        if self._shuffle == "block":
+            return "sampler" + times
+        if self._weights is not None:
+            kind = f"weighted {_crc(self._weights):08x}"
+        elif self._shuffle == "block":
             kind = f"block {self._block}x{self._window}"
         else:
             kind = "full" if self._shuffle else "none"
-        return kind if self._indices is None else f"{kind} of {_crc(self._indices):08x}"
+        part = "" if self._indices is None else f" of {_crc(self._indices):08x}"
+        return kind + part + times
 
     def listed(self, order: Order) -> int:
         """Return the CRC-32 of what a sampler gave, 0 where there is none."""
@@ -117,9 +149,43 @@ class SampleOrder:
         return places if self._items is None else self._items[places]
 
     def _computed(self, count: int, seed: int, epoch: int) -> Order:
+        if self._weights is not None:
+            return Weighted(self._weights, seed, epoch)
         if self._shuffle == "block":
             return BlockShuffle(count, seed, epoch, block=self._block, window=self._window)
         return FullShuffle(count, seed, epoch) if self._shuffle else Sequential(count)
+
+
+def choose_weights(weights: Weights, labels: NDArray[Any]) -> NDArray[np.float64] | None:
+    """Return float64 (N,) of an array, or of "balanced": each class as often as any other.
+
+    labels: those of the N samples. Raises UsageError for what are no weights of them.
+    """
+    if weights is None:
+        return None
+    if isinstance(weights, str):
+        if weights != "balanced":
+            raise UsageError(f'weights={weights!r} is neither "balanced" nor an array')
+        if labels.ndim != 1 or labels.min() < 0:
+            raise UsageError(
+                'weights="balanced" needs a class of every sample, and here are '
+                + ("targets" if labels.ndim != 1 else "samples without one")
+                + ": give an array of weights"
+            )
+        balanced: NDArray[np.float64] = 1.0 / np.bincount(labels)[labels]
+        return balanced
+    try:
+        found = np.asarray(weights, np.float64)
+    except (TypeError, ValueError) as ex:
+        raise UsageError(f"weights={type(weights).__name__} is no array of numbers ({ex})") from ex
+    if found.shape != labels.shape[:1]:
+        raise UsageError(
+            f"weights have the shape {found.shape}, and there are {len(labels)} samples: give one "
+            "number for each"
+        )
+    if not (np.isfinite(found) & (found >= 0)).all():
+        raise UsageError("weights must be finite and at least 0")
+    return found
 
 
 def _check_sampler(sampler: Any, shuffle: Shuffle, indices: Any) -> None:
@@ -184,7 +250,7 @@ def _as_indices(values: Sequence[Any], count: int, argument: str) -> NDArray[np.
     return array.astype(np.int64)
 
 
-def _crc(array: NDArray[np.int64]) -> int:
+def _crc(array: NDArray[Any]) -> int:
     return zlib.crc32(array.tobytes())
 
 
