@@ -276,3 +276,30 @@ def test_boxes_lie_in_the_image_that_is_handed_out(tmp_path, output, aspect, fit
         assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
         assert tuple(target["boxes"].canvas_size) == plane.shape
         assert target["boxes"].format == tv_tensors.BoundingBoxFormat.XYXY
+
+
+def test_items_are_selected_by_their_columns(path):
+    ds = dataset(path)
+    assert ds.select(lambda c: c["class"] == "dög").tolist() == [1, 3, 5, 7, 9, 11]
+    assert ds.select(lambda c: (c["price"] > 4) & (c["label"] == 0)).tolist() == [10]
+    assert ds.select(lambda c: c["caption"] == "image 7").tolist() == [7]
+    assert ds.select(lambda c: np.array([len(b) for b in c["boxes"]]) == 3).tolist() == []
+    assert ds.select(lambda c: c["key"] == "1/ü3.png").tolist() == [3]
+    wide = ds.select(lambda c: c["width"] >= 32)
+    with H5Loader(ds, 4, indices=wide[:4], with_index=True) as loader:
+        assert next(iter(loader))[-1].tolist() == [0, 1, 2, 3]
+
+
+def test_conditions_that_select_nothing_sensible(path):
+    ds = dataset(path)
+    with pytest.raises(UsageError, match="has no column 'size'; it has label, class, key, width"):
+        ds.select(lambda c: c["size"] > 3)
+    with pytest.raises(UsageError, match=r"condition gives int64 \(12,\): an array of 12 booleans"):
+        ds.select(lambda c: c["label"])
+    with pytest.raises(UsageError, match=r"condition gives bool \(\)"):
+        ds.select(lambda c: True)
+
+
+def test_an_item_without_a_class_has_no_name(tmp_path):
+    path = write_packed(tmp_path / "a.h5", random_images(3), labels=np.array([0, -1, 1]))
+    assert H5Dataset(path).select(lambda c: c["class"] == "").tolist() == [1]

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from h5feed.errors import UsageError
-from h5feed.feed.fields import Fields, Target, field_value, target_names
+from h5feed.feed.fields import Columns, Fields, Target, field_value, select_items, target_names
 from h5feed.feed.files import FilePath, PackedFiles, expand_paths
 from h5feed.feed.image import (
     Aspect,
@@ -232,6 +234,21 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         `ds.fields["caption"][i]` reads that item's value alone.
         """
         return self._once("fields", lambda: Fields(self.files))
+
+    def select(self, condition: Callable[[Columns], Any]) -> npt.NDArray[np.int64]:
+        """Return the items for which `condition` is true: int64 (n,), in their order.
+
+        `condition` gets the columns of all items by name, as arrays: "label", "class", "key", the
+        source's "width" and "height", and every further field. For `torch.utils.data.Subset`, or
+        H5Loader's `indices`.
+
+        >>> ds = H5Dataset("photos.h5")
+        >>> ds.select(lambda columns: (columns["class"] == "cat") & (columns["width"] >= 64))
+        array([ 0,  2,  4,  6,  8, 10])
+
+        Raises UsageError where there is no such column, or what comes is no array of booleans.
+        """
+        return select_items(self.files, condition)
 
     @property
     def root(self) -> str | list[str]:

@@ -19,6 +19,7 @@ from h5feed.optional import require
 from h5feed.store import FieldType
 
 __all__ = [
+    "Columns",
     "FieldColumn",
     "Fields",
     "Target",
@@ -26,6 +27,7 @@ __all__ = [
     "field_value",
     "is_place",
     "moved_batch",
+    "select_items",
     "target_names",
 ]
 
@@ -113,6 +115,61 @@ class Fields(Mapping[str, FieldColumn]):
 
     def __repr__(self) -> str:
         return f"Fields({', '.join(map(repr, self._columns.values()))})"
+
+
+class Columns(Mapping[str, NDArray[Any]]):
+    """What is known of every item, as arrays (N,) or (N, …), each made when it is asked for.
+
+    `label` (numbers), `class` (their names), `key` (paths), `width` and `height` (of the source),
+    and every further field: numbers as they are, others as arrays of objects.
+    """
+
+    def __init__(self, files: PackedFiles) -> None:
+        self._files = files
+        self._fields = Fields(files)
+        self._own: dict[str, Callable[[], NDArray[Any]]] = {
+            "label": lambda: files.labels,
+            "class": self._class_names,
+            "key": lambda: np.array(files.keys(), object),
+            "width": lambda: files.source_shapes[:, 1],
+            "height": lambda: files.source_shapes[:, 0],
+        }
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name in self._own:
+            return self._own[name]()
+        if name not in self._fields:
+            raise KeyError(f"{self._files.name} has no column {name!r}; it has {', '.join(self)}")
+        column = self._fields[name]
+        if column.type.is_fixed:
+            return np.asarray(column)
+        made = np.empty(len(column), object)
+        made[:] = list(column)
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._own, *self._fields))
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._fields)
+
+    def _class_names(self) -> NDArray[Any]:
+        names = np.array([*self._files.classes, ""], object)  # −1 is the last: no class
+        return np.asarray(names[self._files.labels])
+
+
+def select_items(files: PackedFiles, condition: Callable[[Columns], Any]) -> Indices:
+    """Return the items for which `condition` of all columns is true, int64 (n,)."""
+    try:
+        kept = np.asarray(condition(Columns(files)))
+    except KeyError as ex:
+        raise UsageError(f"condition: {ex.args[0]}") from ex
+    if kept.dtype != np.bool_ or kept.shape != (len(files),):
+        raise UsageError(
+            f"condition gives {kept.dtype} {kept.shape}: an array of {len(files)} booleans is "
+            'needed, such as columns["width"] >= 300'
+        )
+    return np.flatnonzero(kept)
 
 
 def target_names(target: Target, files: PackedFiles) -> tuple[str, ...] | str | None:
