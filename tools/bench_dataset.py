@@ -25,6 +25,7 @@ from _torchvision import import_torchvision
 from h5feed.feed.dataloader import auto_workers, collate, make_dataloader
 from h5feed.feed.dataset import H5Dataset
 from h5feed.system import available_cores
+from harness import in_turns, spread
 
 import_torchvision()
 from torchvision.datasets import ImageFolder  # noqa: E402
@@ -75,14 +76,14 @@ def compare_imagefolder(options: argparse.Namespace) -> None:
         ),
     }
     for name, (folder, packed) in pairs.items():
-        rates = race(
+        race(
             {
                 f"ImageFolder, {name}": stock(folder, sampler=draws(folder, options)),
                 f"H5Dataset, {name}": stock(packed, sampler=draws(packed, options)),
             },
             options,
+            f"ImageFolder, {name}",
         )
-        show(rates, f"ImageFolder, {name}")
 
 
 def compare_loader(options: argparse.Namespace) -> None:
@@ -96,7 +97,7 @@ def compare_loader(options: argparse.Namespace) -> None:
         subjects[f"made, {name}"] = make_dataloader(
             packed, BATCH, sampler=draws(packed, options), num_workers=options.workers
         )
-    show(race(subjects, options), f"stock, {name}")
+    race(subjects, options, f"stock, {name}")
 
 
 def compare_workers(options: argparse.Namespace) -> None:
@@ -109,7 +110,7 @@ def compare_workers(options: argparse.Namespace) -> None:
             )
             for workers in range(2 * available_cores() + 1)
         }
-        show(race(loaders, options), next(iter(loaders)))
+        race(loaders, options, next(iter(loaders)))
         print(f'workers="auto" takes {auto_workers(packed, BATCH)}\n')
 
 
@@ -130,14 +131,15 @@ def compare_collate(options: argparse.Namespace) -> None:
             views, out=reused.view(BATCH, *views[0].shape)
         ),
     }
-    times: dict[str, list[float]] = {name: [] for name in subjects}
-    for _ in range(10 * options.rounds):
-        for name, run in subjects.items():
-            start = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - start) / BATCH * 1e6)
-    for name, found in times.items():
+    timed = {name: partial(_microseconds, work) for name, work in subjects.items()}
+    for name, found in in_turns(timed, 10 * options.rounds).items():
         print(f"{name:40} {statistics.median(found):8.1f} µs an image")
+
+
+def _microseconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) / BATCH * 1e6
 
 
 def draws(dataset: Sized, options: argparse.Namespace) -> RandomSampler:
@@ -145,28 +147,21 @@ def draws(dataset: Sized, options: argparse.Namespace) -> RandomSampler:
     return RandomSampler(dataset, replacement=True, num_samples=options.items)
 
 
-def race(subjects: dict[str, Iterable[Any]], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Images a second of each subject and round; a first round warms up and is not counted."""
-    rates: dict[str, list[float]] = {name: [] for name in subjects}
-    for number in range(options.rounds + 1):
-        for name, loader in subjects.items():
-            start = time.perf_counter()
-            for _ in loader:
-                pass
-            if number:
-                rates[name].append(options.items / (time.perf_counter() - start))
-    return rates
+def race(subjects: dict[str, Iterable[Any]], options: argparse.Namespace, base: str) -> None:
+    """Print images a second of each subject: medians, ranges and ratios to `base`."""
 
+    def rate(loader: Iterable[Any]) -> float:
+        start = time.perf_counter()
+        for _ in loader:
+            pass
+        return options.items / (time.perf_counter() - start)
 
-def show(rates: dict[str, list[float]], base: str) -> None:
-    """Print medians, ranges and ratios to `base`."""
-    ground = statistics.median(rates[base])
-    for name, found in rates.items():
-        middle = statistics.median(found)
-        print(
-            f"{name:40} {middle:8.0f} img/s  ({min(found):.0f} to {max(found):.0f})"
-            f"  {middle / ground:5.2f}x"
-        )
+    turns = {name: partial(rate, loader) for name, loader in subjects.items()}
+    found = in_turns(turns, options.rounds)
+    ground = statistics.median(found[base])
+    for name, rates in found.items():
+        ratio = statistics.median(rates) / ground
+        print(f"{name:40} {spread(rates):>30} img/s  {ratio:5.2f}x")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from h5feed.packing.options import PackOptions, field_specs
 from h5feed.packing.resize import fit_image
 from h5feed.packing.sources import open_source
 from h5feed.store.layout import FieldSpec
+from harness import ffcv_process, in_turns
 
 
 def decode_and_resize(spec: FieldSpec, path: bytes) -> int:
@@ -83,27 +83,27 @@ def time_pack(source: Path, size: int, workers: int) -> float:
 
 def time_ffcv(python: str, source: Path, size: int, workers: int) -> float:
     """Seconds of FFCV's DatasetWriter over the images of `source`, its imports not counted."""
-    script = Path(__file__).with_name("bench_pack_ffcv.py")
-    with tempfile.TemporaryDirectory(dir=source.parent) as folder:
-        out = str(Path(folder, "out.beton"))
-        command = [python, str(script), str(source), out, str(workers), str(size)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    with tempfile.TemporaryDirectory(dir=source.parent) as folder, ffcv_process(python) as remote:
+        params = {"source": str(source), "out": folder, "variant": "raw", "size": size}
+        told = remote.ask({"do": "convert", "params": params | {"workers": workers}}, 3600)
+    seconds: float = told["writing_seconds"]
+    return seconds
 
 
-def link(photos: Path, folder: Path, times: int) -> Path:
-    """Make a source that has the photos `times` over, without copying them."""
-    source = folder / f"times{times}"
+def link(photos: Path, scratch: Path, times: int) -> Path:
+    """Make a source that has the class folders `times` over, without copying them."""
+    source = scratch / f"times{times}"
     source.mkdir()
-    for number in range(times):
-        (source / f"copy{number}").symlink_to(photos.resolve())
+    for folder in sorted(entry for entry in photos.resolve().iterdir() if entry.is_dir()):
+        for number in range(times):
+            (source / f"{folder.name}-{number}").symlink_to(folder)
     return source
 
 
 def main() -> None:
     """Run all subjects in turns."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("photos", type=Path)
+    parser.add_argument("photos", type=Path, help="a folder of class folders")
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
@@ -124,12 +124,11 @@ def main() -> None:
         short = link(args.photos, Path(folder), 1)
         long = link(args.photos, Path(folder), args.repeat)
         count = len(open_source(short))
-        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
-        for number in range(-1, args.rounds):  # the first round only warms the page cache
-            for name, work in subjects.items():
-                seconds = work(short), work(long) if number >= 0 else 0.0
-                if number >= 0:
-                    rounds[name].append(seconds)
+        both = {
+            name: partial(lambda work: (work(short), work(long)), work)
+            for name, work in subjects.items()
+        }
+        rounds = in_turns(both, args.rounds)
     report(rounds, count, args.repeat)
 
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_loader import markdown as loader_table
 from h5feed.bench.ablate import Ablation
 from h5feed.bench.report import Comparison, as_markdown, from_dict, save_plot
-from loader_bench.results import markdown as loader_table
 from peers import results as peers
 from tricks_table import tricks_table
 

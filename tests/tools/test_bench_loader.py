@@ -77,13 +77,11 @@ def test_the_table_says_what_the_json_says(tool, results, tmp_path):
 
 
 def test_the_range_is_that_of_all_runs(tool, results, tmp_path):
-    from loader_bench.results import markdown
-
     (run,) = json.loads(results.read_text())
     other = json.loads(json.dumps(run)) | {"run": "monday", "machine": "another machine"}
     # Wider apart than anything this machine can have measured just now, however busy it is.
     other["rows"][0]["rounds"] = {"ours": [1.0, 99900.0], "other": [100.0, 100.0]}
-    text = markdown([other, run])
+    text = tool.markdown([other, run])
     assert f"| {run['rows'][0]['ratio']:.2f} (0.01–999.00) |" in text
     assert "another machine (monday); " in text
 

@@ -294,25 +294,28 @@ def _endless(subject: Subject, expected: Expectation, ends: _Ends) -> Generator[
             check_count(count, expected)
 
 
-def whole_epochs(subject: Subject, expected: Expectation, *, seconds: float) -> list[float]:
-    """Return images per second of each of the whole epochs that `seconds` begin; one at least.
+def whole_epochs(
+    subject: Subject, expected: Expectation, *, seconds: float
+) -> list[tuple[float, float]]:
+    """Return (images per second, CPU seconds per image) of the whole epochs that `seconds` begin.
 
-    From asking for an epoch to its end: what a short window leaves out, how an epoch starts and
-    how it ends, counts in full.
+    One at least, from asking for it to its end: what a short window leaves out, how an epoch
+    starts and how it ends, counts in full.
 
     Raises:
         DishonestError: An epoch of another length.
     """
-    rates: list[float] = []
+    found: list[tuple[float, float]] = []
     start = time.perf_counter()
-    while not rates or time.perf_counter() - start < seconds:
-        begin = time.perf_counter()
+    while not found or time.perf_counter() - start < seconds:
+        cpu, begin = system.cpu_seconds(), time.perf_counter()
         count = sum(len(images) for images, _ in subject.epoch())
         subject.synchronize()
-        rates.append(count / (time.perf_counter() - begin))
+        rate = count / (time.perf_counter() - begin)
+        found.append((rate, (system.cpu_seconds() - cpu) / count))
         if not expected.ceiling:
             check_count(count, expected)
-    return rates
+    return found
 
 
 def warm_window(

@@ -8,7 +8,7 @@ whose Python is another one.
     {"do": "open", "params": {…}, "expected": {…}}   → {"dtype", "layout", "note", "bytes"}
     {"do": "verify", "seconds": s}                   → fields of measure.Check
     {"do": "warm", "seconds": s, "settle": s}        → fields of measure.Window, "idle"
-    {"do": "epochs", "seconds": s}                   → {"rates": images per second of each, "idle"}
+    {"do": "epochs", "seconds": s}                   → {"rates", "cpu_per_image": of each, "idle"}
     {"do": "cold", "seconds": s}                     → fields of measure.Window
     {"do": "extra"}                                  → what the subject's own extra() tells
     {"do": "convert", "params": {…}}                 → whatever the adapter tells of its conversion
@@ -95,8 +95,9 @@ class Host:
         return asdict(window) | {"idle": measure.wait_until_idle()}
 
     def _epochs(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        rates = measure.whole_epochs(*self._opened(), seconds=request["seconds"])
-        return {"rates": rates, "idle": measure.wait_until_idle()}
+        found = measure.whole_epochs(*self._opened(), seconds=request["seconds"])
+        rates, cpu = zip(*found, strict=True)
+        return {"rates": rates, "cpu_per_image": cpu, "idle": measure.wait_until_idle()}
 
     def _cold(self, request: Mapping[str, Any]) -> dict[str, Any]:
         subject, _ = self._opened()

@@ -8,6 +8,7 @@ that fits into memory. max_resolution keeps the aspect, so it stores fewer pixel
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ NOTES = {
 }
 
 
-class _Source:
+class _IndexedFiles:
     """Indexed dataset of (PIL image, label) for FFCV's writer."""
 
     def __init__(self, source: str) -> None:
@@ -44,14 +45,16 @@ def convert(params: Mapping[str, Any]) -> dict[str, Any]:
     out = Path(params["out"]) / "data.beton"
     image = RGBImageField(
         write_mode="raw" if params["variant"] == "raw" else "jpg",
-        max_resolution=None if params["variant"] == "original" else SIZE,
+        max_resolution=None if params["variant"] == "original" else params.get("size", SIZE),
         jpeg_quality=QUALITY,
     )
     writer = DatasetWriter(
         str(out), {"image": image, "label": IntField()}, num_workers=params["workers"]
     )
-    writer.from_indexed_dataset(_Source(params["source"]))
-    return {"data": str(out)} | _stored_pixels(str(out))
+    began = time.perf_counter()
+    writer.from_indexed_dataset(_IndexedFiles(params["source"]))
+    written = {"data": str(out), "writing_seconds": time.perf_counter() - began}
+    return written | _stored_pixels(str(out))
 
 
 def _stored_pixels(data: str) -> dict[str, float]:
@@ -66,26 +69,32 @@ class Adapter(TorchLoader):
     """ffcv.loader.Loader."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
+        from ffcv.fields import decoders
         from ffcv.loader import Loader, OrderOption
-        from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
+        from ffcv.transforms import (
+            RandomHorizontalFlip,
+            RandomTranslate,
+            Squeeze,
+            ToTensor,
+            ToTorchImage,
+        )
 
-        size = (params["crop"], params["crop"])
+        image: list[Any] = [decoders.SimpleRGBImageDecoder(), RandomHorizontalFlip()]
+        if padding := params.get("padding"):  # its CIFAR-10 pipeline
+            image.append(RandomTranslate(padding=padding))
+        else:
+            size = (params["crop"], params["crop"])
+            image[0] = decoders.RandomResizedCropRGBImageDecoder(size)
         loader = Loader(
             params["data"],
             batch_size=params["batch_size"],
             num_workers=params["workers"],
             order=OrderOption.RANDOM,
             os_cache=True,
-            drop_last=False,
+            drop_last=params.get("drop_last", False),
             pipelines={
-                "image": [
-                    RandomResizedCropRGBImageDecoder(size),
-                    RandomHorizontalFlip(),
-                    ToTensor(),
-                    ToTorchImage(),
-                ],
-                "label": [IntDecoder(), ToTensor(), Squeeze()],
+                "image": [*image, ToTensor(), ToTorchImage()],
+                "label": [decoders.IntDecoder(), ToTensor(), Squeeze()],
             },
         )
         super().__init__(loader, params["data"])
