@@ -709,7 +709,7 @@ def test_metrics_lines_are_json_with_what_the_readme_names(tmp_path):
     assert first["lr"] == pytest.approx(0.01)
 
 
-SMALL = "train.test_models:small"
+SMALL = "train.test_finetune:small"
 
 
 def test_fine_tuning_begins_with_a_checkpoint_and_trains_the_head_alone(tmp_path, capsys):

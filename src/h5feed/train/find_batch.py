@@ -124,7 +124,8 @@ def find_batch(
     ...     make = partial(
     ...         random_batch, "classification", 2, size=16, seed=0, device=trial.world.device
     ...     )
-    ...     sizes = find_batch(trial.step, make, trial.world, BatchRange(largest=32, steps=1))
+    ...     test = BatchRange(largest=32, steps=1, seconds=600)
+    ...     sizes = find_batch(trial.step, make, trial.world, test)
     >>> [tried.batch_size for tried in sizes.trials]
     [8, 16, 32]
     """
