@@ -5,7 +5,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler, default_collate
 from torchvision import tv_tensors
 
@@ -318,6 +317,12 @@ def test_read_only_arrays_make_a_batch_without_a_warning(tmp_path):
     assert np.array_equal(targets, np.stack(masks)[..., 0])
 
 
+def test_pil_images_in_a_batch_are_explained(path):
+    for ds in (H5Dataset(path, output="pil"), H5Dataset(path, transform=lambda image: image)):
+        with pytest.raises(UsageError, match=r"PIL images, .* ToTensor\(\), or output=\"tensor\"$"):
+            next(iter(make_dataloader(ds, 4, num_workers=0)))
+
+
 def test_images_of_different_sizes_are_explained(tmp_path):
     shapes = np.int32([[8, 12], [10, 8]])
     images = [np.zeros((h, w, 3), np.uint8) for h, w in shapes.tolist()]
@@ -330,8 +335,5 @@ def test_images_of_different_sizes_are_explained(tmp_path):
     with pytest.raises(UsageError, match=re.escape(text)):
         collate(ds.__getitems__([0, 1]))
     assert collate([ds[0]])[0].shape == (1, 3, 8, 12)
-
-
-def test_pil_images_are_refused_as_torch_refuses_them():
-    with pytest.raises(TypeError, match="must contain tensors"):
-        collate([(Image.new("RGB", (4, 4)), 0)])
+    with pytest.raises(UsageError, match=r"2 different sizes, among them \(8, 12, 3\) and \(10, 8"):
+        collate(H5Dataset(ds.root, output="numpy").__getitems__([0, 1]))

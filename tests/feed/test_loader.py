@@ -480,6 +480,7 @@ def test_several_processes_without_a_group_are_an_error(ds, monkeypatch):
 RANK = """
     import json, sys
     from torch import distributed
+    from torch.utils.data import DataLoader, DistributedSampler
     from h5feed import H5Dataset, H5Loader
     path, meeting, rank = sys.argv[1:]
     loader = H5Loader(H5Dataset(path), 2, seed=3, with_index=True)
@@ -490,7 +491,10 @@ RANK = """
     for _, _, indices in loader:
         seen += indices.tolist()
         places.append(loader.state_dict()["consumed"])
-    print(json.dumps([len(loader), seen, places]))
+    ds = H5Dataset(path, aspect="stored")
+    stock = DataLoader(ds, 2, sampler=DistributedSampler(ds, seed=3))
+    sums = [int(image.long().sum()) for images, _ in stock for image in images]
+    print(json.dumps([len(loader), seen, places, sums]))
     distributed.destroy_process_group()
 """
 
@@ -508,7 +512,11 @@ def test_a_loader_made_before_the_group_shares_its_epoch(ds, tmp_path):
     told = [json.loads(process.communicate(timeout=120)[0]) for process in ranks]
     assert [length for length, *_ in told] == [3, 3]
     assert sorted(told[0][1] + told[1][1]) == list(range(12))
-    assert [places for *_, places in told] == [[4, 8, 12]] * 2
+    assert [places for *_, places, _ in told] == [[4, 8, 12]] * 2
+    own = [int(image.long().sum()) for image, _ in H5Dataset(ds.root, aspect="stored")]
+    assert len(set(own)) == 12
+    assert [len(sums) for *_, sums in told] == [6, 6]  # a stock DataLoader's, of H5Dataset
+    assert sorted(told[0][3] + told[1][3]) == sorted(own)
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop"])

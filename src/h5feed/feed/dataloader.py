@@ -13,7 +13,9 @@ from typing import Any, Literal, cast
 
 import cv2
 import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
@@ -54,8 +56,15 @@ def _stack(column: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return _stack_images(column)
     if isinstance(first, np.ndarray) and first.ndim:
+        _check_sizes(column)
         # Over read-only arrays, as output="numpy" gives them, default_collate warns.
         return torch.from_numpy(np.stack(column))
+    if isinstance(first, Image.Image):
+        raise UsageError(
+            "the images of a batch are PIL images, which no batch is made of: give the dataset a "
+            "transform that ends in a tensor, such as torchvision's ToTensor(), or output="
+            '"tensor"'
+        )
     return default_collate(list(column))
 
 
@@ -69,7 +78,7 @@ def _stack_images(images: Sequence[Tensor]) -> Tensor:
     return stacked
 
 
-def _check_sizes(images: Sequence[Tensor]) -> None:
+def _check_sizes(images: Sequence[Tensor | npt.NDArray[Any]]) -> None:
     sizes = {tuple(image.shape) for image in images}
     if len(sizes) > 1:
         raise UsageError(
