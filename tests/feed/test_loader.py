@@ -594,7 +594,7 @@ def test_small_sets_and_empty_ones(tmp_path):
         ({"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
         ({"prefetch": 0}, "prefetch=0 must be"),
         ({"views": 0}, "views=0 must be"),
-        ({"num_workers": 0}, 'num_workers=0 must be "auto" or a whole number'),
+        ({"num_workers": -1}, 'num_workers=-1 must be "auto" or a whole number'),
         ({"num_workers": "many"}, "num_workers='many' must be"),
         ({"shuffle": "blocks"}, "shuffle='blocks' is none of"),
         ({"rank": 1}, "rank=1 and world_size=None: give both or neither"),
@@ -679,8 +679,8 @@ def test_what_a_dataset_asks_for_is_done_or_refused(ds, output, aspect):
     with pytest.raises(UsageError) as caught:
         H5Loader(ds, 4, shuffle=True)
     assert str(caught.value) == (
-        f"ds has output={output!r} and aspect={aspect!r}, and H5Loader makes tensors of the images "
-        "as they are stored; its crops are drawn in the source's proportions and undo "
+        f"dataset has output={output!r} and aspect={aspect!r}, and H5Loader makes tensors of the "
+        "images as they are stored; its crops are drawn in the source's proportions and undo "
         "fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
     )
 

@@ -654,5 +654,5 @@ def test_a_gpu_gives_the_same_images(tmp_path, kind):
 
 def test_further_fields_are_refused(tmp_path):
     path = write_packed(tmp_path / "a.h5", random_images(12), further=further_fields(12))
-    with pytest.raises(UsageError, match=r"ds.target='caption': DaliLoader hands out"):
+    with pytest.raises(UsageError, match=r"dataset\.target='caption': DaliLoader hands out"):
         make(H5Dataset(path, target="caption"))

@@ -122,7 +122,7 @@ def find_items(dataset: Any) -> tuple[H5Dataset, Indices | None]:
         for name in ("target", "target_transform", "target_dtype", "keys", "output", "aspect"):
             if getattr(other, name) != getattr(first, name):
                 raise UsageError(
-                    f"ds={dataset!r} joins datasets of {name}={getattr(first, name)!r} and "
+                    f"dataset={dataset!r} joins datasets of {name}={getattr(first, name)!r} and "
                     f"{name}={getattr(other, name)!r}; give them the same"
                 )
     joint = H5Dataset(
@@ -149,15 +149,15 @@ def _items_of(dataset: Any, whole: Any, leaves: list[H5Dataset], starts: dict[in
         inner = _items_of(dataset.dataset, whole, leaves, starts)
         if chosen.size and not -len(inner) <= chosen.min() <= chosen.max() < len(inner):
             raise UsageError(
-                f"ds={whole!r} has indices from {chosen.min()} to {chosen.max()}, and what it is "
-                f"a part of has 0 to {len(inner) - 1}"
+                f"dataset={whole!r} has indices from {chosen.min()} to {chosen.max()}, and what it "
+                f"is a part of has 0 to {len(inner) - 1}"
             )
         picked: Indices = inner[chosen]
         return picked
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_items_of(d, whole, leaves, starts) for d in dataset.datasets])
     raise UsageError(
-        f"ds={whole!r} is no H5Dataset, nor a Subset or ConcatDataset of such; for any other "
+        f"dataset={whole!r} is no H5Dataset, nor a Subset or ConcatDataset of such; for any other "
         "dataset use torch's DataLoader"
     )
 

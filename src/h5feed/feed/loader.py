@@ -74,7 +74,7 @@ _VERSION = 1
 class PackedLoader(DataLoaderFacts, ABC):
     """Base: order, ranks, epochs and state. Subclasses make the batches of a pass.
 
-    Args are those of H5Loader, and `whole`: what `ds`, which has `items` of it, is a part of.
+    Args are those of H5Loader, and `whole`: what `dataset`, which has `items` of it, is a part of.
     """
 
     _drawing: Drawing | None = None
@@ -82,7 +82,7 @@ class PackedLoader(DataLoaderFacts, ABC):
 
     def __init__(
         self,
-        ds: Any,
+        dataset: Any,
         batch_size: int,
         *,
         shuffle: Shuffle,
@@ -101,8 +101,8 @@ class PackedLoader(DataLoaderFacts, ABC):
         items: NDArray[np.int64] | None = None,
     ) -> None:
         check_whole(None, seed=seed)
-        self.dataset = ds
-        self._files: PackedFiles = (ds if whole is None else whole).files
+        self.dataset = dataset
+        self._files: PackedFiles = (dataset if whole is None else whole).files
         self._items = items
         self.batch_size = batch_size
         self.seed = seed
@@ -112,7 +112,7 @@ class PackedLoader(DataLoaderFacts, ABC):
         self._given_ranks = rank, world_size
         labels = self._files.labels
         self._order = SampleOrder(
-            len(ds),
+            len(dataset),
             shuffle=shuffle,
             sampler=sampler,
             indices=indices,
@@ -300,9 +300,9 @@ class H5Loader(PackedLoader):
     would else split each one among threads of its own, which compete with the loader's.
 
     Args:
-        ds: what to feed: an H5Dataset, or a Subset or ConcatDataset of such, nested as you like.
-            Its `target_transform` and `target_dtype` apply; it may have no `transform`, and no
-            `output` or `aspect` but tensors of the images as they are stored.
+        dataset: what to feed: an H5Dataset, or a Subset or ConcatDataset of such, nested as you
+            like. Its `target_transform` and `target_dtype` apply; it may have no `transform`, and
+            no `output` or `aspect` but tensors of the images as they are stored.
         batch_size: samples of a batch, of this rank.
         shuffle: False, True, or "block" (for disks that hate seeks: long sequential reads).
         augment: ops of h5feed.augment, in order; or torchvision's Compose, or a list of its
@@ -322,8 +322,9 @@ class H5Loader(PackedLoader):
         compile: run the ops on the device as kernels made by torch.compile, at the first batch;
             that takes from seconds to a minute. What cannot be compiled runs as it is, with one
             warning.
-        num_workers: threads that make the batches, or "auto": the cores this process may use, less
-            one for the trainer where the device is not the CPU, and at most 16.
+        num_workers: threads that make the batches (0, which a DataLoader takes, is one), or "auto":
+            the cores this process may use, less one for the trainer where the device is not the
+            CPU, and at most 16.
         prefetch: batches in the making at once.
         drop_last: leave out a last batch that would be short.
         tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
@@ -337,7 +338,7 @@ class H5Loader(PackedLoader):
         keys: names of images and target, such as ("pixel_values", "labels"), which make a batch a
             dict; indices are then its "index". None takes the dataset's.
         sampler: any torch Sampler that has a length; it gives the order of all ranks together.
-        indices: the samples to take, as positions in `ds`.
+        indices: the samples to take, as positions in `dataset`.
         block: samples of a block with shuffle="block"; None: 8 MB of them.
         window: blocks that are shuffled together.
         weights: how often each sample comes: "balanced" (each class as often as any other), or an
@@ -360,8 +361,8 @@ class H5Loader(PackedLoader):
 
     def __init__(
         self,
-        ds: H5Dataset | Subset[Any] | ConcatDataset[Any],
-        batch_size: int,
+        dataset: H5Dataset | Subset[Any] | ConcatDataset[Any],
+        batch_size: int = 1,
         *,
         shuffle: Shuffle = False,
         augment: Sequence[Op] | Callable[..., Any] = (),
@@ -393,11 +394,11 @@ class H5Loader(PackedLoader):
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__", "stock")}
         self._arguments: dict[str, Any] = {**given, **stock}
-        packed, items = find_items(ds)
+        packed, items = find_items(dataset)
         check_arguments(packed, batch_size=batch_size, prefetch=prefetch, views=views)
         check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
         super().__init__(
-            ds,
+            dataset,
             batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -434,7 +435,14 @@ class H5Loader(PackedLoader):
         self._ops: tuple[Op, ...] = from_torchvision(augment)
         self._build()
         idle = num_workers == "auto" and not self._builder.fields  # the device does it all
-        self.num_workers = 1 if idle else choose_workers(num_workers, self._transfer.device)
+        self.num_workers = (
+            1
+            if idle
+            else choose_workers(
+                1 if type(num_workers) is int and num_workers == 0 else num_workers,
+                self._transfer.device,
+            )
+        )
         self._leave_cores()
         self._engine: Engine = WorkerPool(self.num_workers)
         self._counts = Counts()
@@ -650,20 +658,20 @@ def check_arguments(ds: Any, **numbers: Any) -> None:
     """Refuse a dataset that is none of ours or asks for what no loader does, and counts below 1."""
     if not isinstance(ds, H5Dataset):
         raise UsageError(
-            f"ds={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader, and for a "
-            "part of an H5Dataset the whole and indices="
+            f"dataset={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader, and "
+            "for a part of an H5Dataset the whole and indices="
         )
     if ds.image_transform is not None:
         name = "transform" if ds.transform is not None else "transforms"
         raise UsageError(
-            f"ds.{name}={ds.image_transform!r} would have to run in Python for every image: give "
-            "it to H5Loader as augment=, which takes torchvision's transforms and ops of "
+            f"dataset.{name}={ds.image_transform!r} would have to run in Python for every image: "
+            "give it to H5Loader as augment=, which takes torchvision's transforms and ops of "
             "h5feed.augment, or use make_dataloader"
         )
     if ds.output != "tensor" or ds.aspect != "stored":
         raise UsageError(
-            f"ds has output={ds.output!r} and aspect={ds.aspect!r}, and H5Loader makes tensors of "
-            "the images as they are stored; its crops are drawn in the source's proportions and "
-            "undo fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
+            f"dataset has output={ds.output!r} and aspect={ds.aspect!r}, and H5Loader makes "
+            "tensors of the images as they are stored; its crops are drawn in the source's "
+            "proportions and undo fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
         )
     check_whole(1, **numbers)

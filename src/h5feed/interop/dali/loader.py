@@ -42,7 +42,7 @@ class DaliLoader(PackedLoader):
     survive a fork.
 
     Args:
-        ds: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
+        dataset: what to feed. Its `target_transform` and `target_dtype` apply; it may have no
             `transform`.
         batch_size: samples of a batch, of this rank.
         shuffle: as H5Loader's.
@@ -63,7 +63,7 @@ class DaliLoader(PackedLoader):
             bytes are not those that were packed, or that DALI cannot decode.
         with_index: deliver (images, labels, indices).
         sampler: any torch Sampler that has a length; not with `py_num_workers`.
-        indices: the samples to take, as positions in `ds`.
+        indices: the samples to take, as positions in `dataset`.
         block: as H5Loader's.
         window: as H5Loader's.
         lookahead: bytes announced to the kernel ahead of the batches in the making.
@@ -76,7 +76,7 @@ class DaliLoader(PackedLoader):
 
     def __init__(
         self,
-        ds: H5Dataset,
+        dataset: H5Dataset,
         batch_size: int,
         *,
         shuffle: Shuffle = False,
@@ -100,16 +100,16 @@ class DaliLoader(PackedLoader):
         window: int = 16,
         lookahead: int = 64 << 20,
     ) -> None:
-        check_arguments(ds, batch_size=batch_size, prefetch=prefetch, views=views)
+        check_arguments(dataset, batch_size=batch_size, prefetch=prefetch, views=views)
         check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
         _check_workers(py_num_workers, sampler)
-        if ds.target is not None:
+        if dataset.target is not None:
             raise UsageError(
-                f"ds.target={ds.target!r}: DaliLoader hands out labels, or masks where there are "
-                "some; leave target out, or use H5Loader"
+                f"dataset.target={dataset.target!r}: DaliLoader hands out labels, or masks where "
+                "there are some; leave target out, or use H5Loader"
             )
         super().__init__(
-            ds,
+            dataset,
             batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -129,9 +129,9 @@ class DaliLoader(PackedLoader):
         self._with_index = with_index
         self._on_error: OnError = on_error
         augmentation = Pipeline(augment, antialias=antialias, views=views)  # type: ignore[arg-type]
-        bind_pipeline(augmentation, ds.files)
+        bind_pipeline(augmentation, dataset.files)
         self._factory = PipelineFactory(
-            ds.files,
+            dataset.files,
             augmentation,
             device=self.device,
             batch_size=batch_size,
@@ -141,11 +141,11 @@ class DaliLoader(PackedLoader):
             lookahead=lookahead,
         )
         self._converter = OutputConverter(
-            ds.files,
+            dataset.files,
             augmentation,
             device=self.device,
-            target_transform=ds.target_transform,
-            target_dtype=ds.target_dtype,
+            target_transform=dataset.target_transform,
+            target_dtype=dataset.target_dtype,
             with_index=with_index,
         )
         self._counts = Counts()
@@ -194,13 +194,13 @@ class DaliLoader(PackedLoader):
         return Epochs(self._order, self._steps(0), EpochStart(self.seed, epoch, start))
 
 
-def pipeline(ds: H5Dataset, batch_size: int, **options: Any) -> Any:
+def pipeline(dataset: H5Dataset, batch_size: int, **options: Any) -> Any:
     """Return a nvidia.dali.Pipeline over a packed file, for code that iterates by itself.
 
     Options are those of DaliLoader, which describes them; see DaliLoader.pipeline for its outputs.
     Epochs follow one another: each begins with the pipeline's `reset()` after StopIteration.
     """
-    return DaliLoader(ds, batch_size, **options).pipeline()
+    return DaliLoader(dataset, batch_size, **options).pipeline()
 
 
 class GenericIterator(Iterator[list[dict[str, Any]]]):
