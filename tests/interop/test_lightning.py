@@ -218,7 +218,10 @@ def test_a_wrong_argument_is_one_sentence(options, message):
 def test_without_lightning_the_extra_is_named(monkeypatch):
     for name in ("lightning", "lightning.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "pytorch_lightning")
     monkeypatch.delitem(sys.modules, "h5feed.interop.lightning")
+    module = importlib.import_module("h5feed.interop.lightning")
+    assert issubclass(module.H5DataModule, older.LightningDataModule)
+    monkeypatch.delitem(sys.modules, "h5feed.interop.lightning")
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
     with pytest.raises(ImportError, match=r'lightning is not installed.*"h5feed\[lightning\]"'):
         importlib.import_module("h5feed.interop.lightning")

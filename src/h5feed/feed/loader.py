@@ -672,6 +672,7 @@ def check_arguments(ds: Any, **numbers: Any) -> None:
         raise UsageError(
             f"dataset has output={ds.output!r} and aspect={ds.aspect!r}, and H5Loader makes "
             "tensors of the images as they are stored; its crops are drawn in the source's "
-            "proportions and undo fit=stretch: give it H5Dataset(path) with neither, or use make_dataloader"
+            "proportions and undo fit=stretch: give it H5Dataset(path) with neither, or use "
+            "make_dataloader"
         )
     check_whole(1, **numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,12 +27,12 @@ def _data_modules() -> tuple[Any, ...]:
     They are two classes, and each Trainer wants its own: that of the package which the program
     has imported, of both where it has both.
     """
-    packages = ("lightning.pytorch", "pytorch_lightning")
-    imported = [name for name in packages if name in sys.modules]
-    if not imported:
-        only_old = find_spec("lightning") is None and find_spec("pytorch_lightning") is not None
-        imported = [packages[only_old]]
-    return tuple(require(name, "lightning").LightningDataModule for name in imported)
+    names = ("lightning.pytorch", "pytorch_lightning")
+    packages: list[Any] = [sys.modules[name] for name in names if sys.modules.get(name)]
+    if not packages and find_spec("lightning") is None and find_spec("pytorch_lightning"):
+        packages = [import_module("pytorch_lightning")]
+    packages = packages or [require("lightning.pytorch", "lightning")]
+    return tuple(package.LightningDataModule for package in packages)
 
 
 _DataModule: Any = type("_DataModule", _data_modules(), {})
