@@ -385,7 +385,7 @@ class InProcess:
 
 def index_select(path: Path, batch_size: int, threads: int) -> Callable[[], Iterator[Any]]:
     """Return epochs of torch.index_select into one buffer, a share of it per thread."""
-    images = torch.from_numpy(H5Dataset(path).pixels.writable_whole("images"))
+    images = torch.from_numpy(H5Dataset(path).files.writable_whole("images"))
     out = torch.zeros((batch_size, *images.shape[1:]), dtype=torch.uint8)
     order = torch.randperm(len(images))
     share = -(-batch_size // (2 * threads))
