@@ -12,6 +12,7 @@ from packing.folders import make_folder
 
 AUGMENT = [
     "affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline", "places",
+    "tone",
 ]  # fmt: skip
 TRAIN = [module.name for module in pkgutil.iter_modules(h5feed.train.__path__)]
 FEED = ["dataloader", "dataset", "fields", "loader", "sampling", "tune"]

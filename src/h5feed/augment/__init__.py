@@ -32,6 +32,14 @@ from h5feed.augment.ops import Draws, ImageOp, Op
 from h5feed.augment.pipeline import Params, Pipeline
 from h5feed.augment.places import Moves, SanitizeBoundingBoxes
 from h5feed.augment.plan import Kernel
+from h5feed.augment.tone import (
+    RandomAdjustSharpness,
+    RandomAutocontrast,
+    RandomEqualize,
+    RandomInvert,
+    RandomPosterize,
+    RandomSolarize,
+)
 from h5feed.augment.translate import from_torchvision
 
 __all__ = [
@@ -51,12 +59,18 @@ __all__ = [
     "Op",
     "Params",
     "Pipeline",
+    "RandomAdjustSharpness",
     "RandomAffine",
+    "RandomAutocontrast",
     "RandomCrop",
+    "RandomEqualize",
     "RandomErasing",
     "RandomGrayscale",
     "RandomHorizontalFlip",
+    "RandomInvert",
+    "RandomPosterize",
     "RandomResizedCrop",
+    "RandomSolarize",
     "RandomVerticalFlip",
     "Resize",
     "SanitizeBoundingBoxes",
