@@ -5,7 +5,13 @@ import cv2
 import pytest
 import torch
 
-from h5feed.system import available_cores, available_memory, is_out_of_memory, total_memory
+from h5feed.system import (
+    available_cores,
+    available_memory,
+    held_memory,
+    is_out_of_memory,
+    total_memory,
+)
 
 V2 = ("0::{}\n", "30 23 0:26 {} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
 V1 = (
@@ -144,3 +150,11 @@ def test_a_cgroups_memory_counts_less_what_it_could_give_up(
 )
 def test_what_counts_as_out_of_memory(error, is_one):
     assert is_out_of_memory(error) is is_one
+
+
+def test_what_this_process_holds_is_read_where_the_system_tells(tmp_path):
+    assert held_memory(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("VmHWM:\t  300 kB\nVmRSS:\t  200 kB\n")
+    assert held_memory(tmp_path) == 200 * 1024
+    assert held_memory(tmp_path, peak=True) == 300 * 1024

@@ -6,7 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_cores", "available_memory", "is_out_of_memory", "total_memory"]
+__all__ = [
+    "available_cores",
+    "available_memory",
+    "held_memory",
+    "is_out_of_memory",
+    "total_memory",
+]
 
 _ROOT = Path("/")
 _OUT_OF_MEMORY = (
@@ -59,6 +65,16 @@ def available_memory(root: Path = _ROOT) -> int | None:
     if free is None:
         return None
     return max(0, min([free, *(limit - used for limit, used in _memory_limits(root))]))
+
+
+def held_memory(root: Path = _ROOT, *, peak: bool = False) -> int | None:
+    """Return the bytes that this process holds, or held at most; None outside Linux.
+
+    >>> held = held_memory()
+    >>> held is None or held > 10**6
+    True
+    """
+    return _kilobytes(root / "proc/self/status", "VmHWM" if peak else "VmRSS")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -139,7 +155,12 @@ def _words(path: Path) -> list[str]:
 
 
 def _meminfo(root: Path, name: str) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
+    return _kilobytes(root / "proc/meminfo", name)
+
+
+def _kilobytes(path: Path, name: str) -> int | None:
+    """Return the number of kB that a line of a file in /proc names, in bytes."""
+    for line in _lines(path):
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     return None

@@ -15,7 +15,7 @@ import torch
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.plotting import COLORS, OURS, PALE, saved_figure
-from h5feed.system import available_memory, is_out_of_memory
+from h5feed.system import available_memory, held_memory, is_out_of_memory
 from h5feed.train.config import above_zero, at_least
 from h5feed.train.distributed import World
 from h5feed.train.loaders import Batch
@@ -241,24 +241,14 @@ def _too_much(size: int, trials: dict[int, BatchTrial], device: torch.device, sh
 def _peak_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _proc_bytes(Path("/proc/self/status"), "VmHWM:")
+    return held_memory(peak=True)
 
 
 def _available_memory() -> int | None:
     """Return the bytes that this process could hold, those that it holds now included."""
     free = available_memory()
-    held = _proc_bytes(Path("/proc/self/status"), "VmRSS:")
+    held = held_memory()
     return None if free is None or held is None else free + held
-
-
-def _proc_bytes(path: Path, name: str) -> int | None:
-    """Return a number of kB from /proc in bytes; None outside Linux."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(name)]
-    return 1024 * int(found[0]) if found else None
 
 
 def draw_batch_sizes(sizes: BatchSizes, path: Path, what: str = "") -> None:

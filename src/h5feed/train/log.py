@@ -18,6 +18,7 @@ from h5feed.disk import replaced
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.optional import require
 from h5feed.progress import Progress
+from h5feed.system import held_memory
 from h5feed.train.config import TrainConfig, write_config
 from h5feed.train.distributed import World
 from h5feed.train.loaders import Batch
@@ -486,8 +487,4 @@ def memory_mb(device: torch.device) -> float:
     """Megabytes that this process holds now: of the GPU at its highest, else of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # no such file outside Linux
-        return 0.0
-    return pages * 4096 / 1e6
+    return (held_memory() or 0) / 1e6  # None outside Linux

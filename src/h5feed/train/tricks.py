@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from h5feed.augment.mixing import CutMix, MixOp, MixUp, mix_images, mix_labels
+from h5feed.augment.mixing import CutMix, MixOp, MixUp, MixUpOrCutMix, mix_images, mix_labels
 from h5feed.train.config import RecipeConfig
 from h5feed.train.loaders import Loader
 
@@ -351,10 +351,12 @@ def mix_batch(
     >>> targets.shape
     torch.Size([4, 10])
     """
-    rng = np.random.default_rng(seed)
-    cut = config.cutmix > 0 and (config.mixup == 0 or rng.random() < 0.5)
-    op: MixOp = CutMix(alpha=config.cutmix) if cut else MixUp(alpha=config.mixup)
-    drawn = op.draw(rng.random(3), (images.shape[2], images.shape[3]))
+    op: MixOp = CutMix(alpha=config.cutmix) if config.cutmix else MixUp(alpha=config.mixup)
+    if config.mixup and config.cutmix:
+        op = MixUpOrCutMix(alpha=config.mixup, cutmix_alpha=config.cutmix)
+    uniforms = np.random.default_rng(seed).random(3)
+    drawn = op.draw(uniforms, (images.shape[2], images.shape[3]))
+    cut = drawn[1] == 0  # nothing of an image's own in the box
     mix = torch.from_numpy(drawn).float().to(images.device, non_blocking=True)
     images = mix_images(images if cut else images.float(), mix)
     return images, mix_labels(targets, float(drawn[0]), num_classes, wait=False)
