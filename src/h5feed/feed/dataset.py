@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from h5feed.errors import UsageError
-from h5feed.feed.fields import Columns, Fields, Target, field_value, select_items, target_names
+from h5feed.feed.fields import Fields, ItemColumns, Target, field_value, select_items, target_names
 from h5feed.feed.files import FilePath, PackedFiles, expand_paths
 from h5feed.feed.image import (
     Aspect,
@@ -235,7 +235,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """
         return self._once("fields", lambda: Fields(self.files))
 
-    def select(self, condition: Callable[[Columns], Any]) -> npt.NDArray[np.int64]:
+    def select(self, condition: Callable[[ItemColumns], Any]) -> npt.NDArray[np.int64]:
         """Return the items for which `condition` is true: int64 (n,), in their order.
 
         `condition` gets the columns of all items by name, as arrays: "label", "class", "key", the

@@ -19,9 +19,9 @@ from h5feed.optional import require
 from h5feed.store import FieldType
 
 __all__ = [
-    "Columns",
     "FieldColumn",
     "Fields",
+    "ItemColumns",
     "Target",
     "field_batch",
     "field_value",
@@ -117,7 +117,7 @@ class Fields(Mapping[str, FieldColumn]):
         return f"Fields({', '.join(map(repr, self._columns.values()))})"
 
 
-class Columns(Mapping[str, NDArray[Any]]):
+class ItemColumns(Mapping[str, NDArray[Any]]):
     """What is known of every item, as arrays (N,) or (N, …), each made when it is asked for.
 
     `label` (numbers), `class` (their names), `key` (paths), `width` and `height` (of the source),
@@ -158,10 +158,10 @@ class Columns(Mapping[str, NDArray[Any]]):
         return np.asarray(names[self._files.labels])
 
 
-def select_items(files: PackedFiles, condition: Callable[[Columns], Any]) -> Indices:
+def select_items(files: PackedFiles, condition: Callable[[ItemColumns], Any]) -> Indices:
     """Return the items for which `condition` of all columns is true, int64 (n,)."""
     try:
-        kept = np.asarray(condition(Columns(files)))
+        kept = np.asarray(condition(ItemColumns(files)))
     except KeyError as ex:
         raise UsageError(f"condition: {ex.args[0]}") from ex
     if kept.dtype != np.bool_ or kept.shape != (len(files),):
