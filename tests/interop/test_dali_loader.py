@@ -604,7 +604,7 @@ def test_a_crop_or_flip_of_your_own_is_supported(ds):
         ({"batch_size": True}, "batch_size=True must be a whole number of at least 1"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number"),
         ({"on_error": "pass"}, "on_error='pass' is none of raise, skip"),
-        ({"num_workers": 0}, "num_workers=0 must be"),
+        ({"num_workers": -1}, "num_workers=-1 must be"),
         ({"antialias": "yes"}, "antialias='yes' must be True, False or \"auto\""),
     ],
 )

@@ -435,14 +435,7 @@ class H5Loader(PackedLoader):
         self._ops: tuple[Op, ...] = from_torchvision(augment)
         self._build()
         idle = num_workers == "auto" and not self._builder.fields  # the device does it all
-        self.num_workers = (
-            1
-            if idle
-            else choose_workers(
-                1 if type(num_workers) is int and num_workers == 0 else num_workers,
-                self._transfer.device,
-            )
-        )
+        self.num_workers = 1 if idle else choose_workers(num_workers, self._transfer.device)
         self._leave_cores()
         self._engine: Engine = WorkerPool(self.num_workers)
         self._counts = Counts()

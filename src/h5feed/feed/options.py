@@ -93,12 +93,15 @@ def choose_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def choose_workers(num_workers: int | str, device: torch.device) -> int:
-    """Return how many loader threads to run: a number as it is, "auto" by the cores there are."""
-    if isinstance(num_workers, int) and not isinstance(num_workers, bool) and num_workers >= 1:
-        return num_workers
+    """Return how many workers make batches: a number, or "auto" by the cores there are.
+
+    0, which a DataLoader takes, is one: somebody has to make them.
+    """
+    if isinstance(num_workers, int) and not isinstance(num_workers, bool) and num_workers >= 0:
+        return max(1, num_workers)
     if num_workers != "auto":
         raise UsageError(
-            f'num_workers={num_workers!r} must be "auto" or a whole number of at least 1'
+            f'num_workers={num_workers!r} must be "auto" or a whole number of at least 0'
         )
     share = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type != "cpu":
