@@ -120,6 +120,24 @@ def test_a_dataloader_of_its_batch_sampler_and_collate_makes_its_batches(ds, ops
         assert loader.state_dict()["epoch"] == 5
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_of_parts_of_datasets(ds, workers):
+    parts = [Subset(ds, [9, 3, 3, 1, 0]), ConcatDataset([ds, Subset(ds, [2, 1])])]
+    for part in parts:
+        with H5Loader(part, 2, shuffle=True, augment=CROP) as loader:
+            whole = copies(loader)
+            loader.set_epoch(0)
+            rest = DataLoader(
+                loader.dataset,
+                batch_sampler=Skip(loader.batch_sampler, 1),
+                collate_fn=loader.collate_fn,
+                num_workers=workers,
+            )
+            assert_batches(rest, whole[1:])
+            plain = DataLoader(loader.dataset, batch_size=len(part))
+            assert next(iter(plain))[1].tolist() == [part[k][1] for k in range(len(part))]
+
+
 def test_accelerate_prepares_it_and_skips_its_first_batches(ds):
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -132,8 +150,12 @@ def test_accelerate_prepares_it_and_skips_its_first_batches(ds):
         assert_batches(accelerator.skip_first_batches(prepared, 2), whole[2:])
 
 
+class Own(Subset):
+    """A class of a script's own."""
+
+
 def test_a_dataset_that_the_plan_does_not_reach_is_one_sentence(ds):
-    loader = H5Loader(Subset(ds, range(8)), 4, augment=CROP)
+    loader = H5Loader(Own(ds, range(8)), 4, augment=CROP)
     rest = DataLoader(
         loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn
     )
@@ -142,7 +164,9 @@ def test_a_dataset_that_the_plan_does_not_reach_is_one_sentence(ds):
     assert "collate_fn gets samples of the dataset, which augment=(RandomResized" in str(
         caught.value
     )
-    assert "make it of an H5Dataset and indices=" in str(caught.value)
+    assert "make it of an H5Dataset, a Subset or a ConcatDataset of torch's own" in str(
+        caught.value
+    )
     plain = H5Loader(Subset(ds, range(8)), 4)
     with plain:
         images, _ = plain.collate_fn([ds[0], ds[1]])
@@ -319,7 +343,8 @@ def test_a_part_is_the_indices_of_the_whole(ds):
         assert_same(load(nested, **options), load(ds, indices=[9, 7, 1, 6], **options))
     assert_same(load(nested, indices=[1, 3]), load(ds, indices=[7, 6]))
     loader = H5Loader(nested, 2)
-    assert loader.dataset is nested
+    assert isinstance(loader.dataset, Subset)
+    assert (loader.dataset.dataset, loader.dataset.indices) == (nested.dataset, nested.indices)
     assert loader.state_dict() == H5Loader(ds, 2, indices=[9, 7, 1, 6]).state_dict()
     assert list(loader.sampler) == [0, 1, 2, 3]
 

@@ -34,6 +34,7 @@ __all__ = [
     "LoaderCollate",
     "PlannedBatch",
     "StockOptions",
+    "as_planned",
     "find_items",
     "places_of",
     "read_stock",
@@ -180,6 +181,29 @@ class PlannedBatch(list[int]):
         return PlannedBatch, (list(self), self.samples)
 
 
+class PlannedSubset(Subset[Any]):
+    """A Subset that hands planned batches through, as H5Dataset does."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Return the samples, or the plan."""
+        return indices if isinstance(indices, PlannedBatch) else super().__getitems__(indices)
+
+
+class PlannedConcat(ConcatDataset[Any]):
+    """The same of a ConcatDataset."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Return the samples, or the plan."""
+        return indices if isinstance(indices, PlannedBatch) else [self[at] for at in indices]
+
+
+def as_planned(dataset: Any) -> Any:
+    """Return a dataset that hands planned batches through; one of a class of the caller's as is."""
+    if type(dataset) is Subset:
+        return PlannedSubset(dataset.dataset, dataset.indices)
+    return PlannedConcat(dataset.datasets) if type(dataset) is ConcatDataset else dataset
+
+
 class DataLoaderFacts:
     """Attributes of a DataLoader, for code that asks.
 
@@ -302,7 +326,7 @@ class LoaderCollate:
             raise UsageError(
                 f"collate_fn gets samples of the dataset, which augment={self._changes!r} has not "
                 "seen: iterate the loader itself (after load_state_dict, in mid-epoch), or make it "
-                "of an H5Dataset and indices= in the place of a Subset or ConcatDataset"
+                "of an H5Dataset, a Subset or a ConcatDataset of torch's own"
             )
         return collate(samples)
 

@@ -24,6 +24,7 @@ from h5feed.feed.as_dataloader import (
     LoaderCollate,
     PlannedBatch,
     StockOptions,
+    as_planned,
     find_items,
     places_of,
     read_stock,
@@ -238,11 +239,11 @@ class PackedLoader(DataLoaderFacts, ABC):
     def _plans(self) -> Iterator[PlannedBatch]:
         cursor, order, steps = self._begin()
         plan = BatchPlan(order, steps, self._drawing, seed=self.seed, epoch=cursor.epoch)
-        places, packed = places_of(self._items), isinstance(self.dataset, H5Dataset)
+        places = places_of(self._items)
         for step in range(len(steps)):
             [samples] = plan.samples(step, step + 1)
             cursor.advance(steps.consumed(step + 1))
-            yield PlannedBatch(places(samples.indices).tolist(), samples if packed else None)
+            yield PlannedBatch(places(samples.indices).tolist(), samples)
         cursor.complete()
 
     def _check_listed(self, cursor: Cursor, listed: int) -> None:
@@ -398,7 +399,7 @@ class H5Loader(PackedLoader):
         check_arguments(packed, batch_size=batch_size, prefetch=prefetch, views=views)
         check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
         super().__init__(
-            dataset,
+            as_planned(dataset),
             batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
