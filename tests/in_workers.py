@@ -1,12 +1,16 @@
 """What test workers run: importable, so that workers started by spawn can unpickle it."""
 
+import os
 import random
+import signal
+from dataclasses import dataclass
 
 import cv2
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from h5feed.augment import ImageOp
 from h5feed.feed.dataset import H5Dataset
 
 
@@ -41,3 +45,27 @@ def thread_counts(image):
 
 def note_start(worker):
     random.seed(100 + worker)
+
+
+@dataclass(frozen=True)
+class Invert(ImageOp):
+    """An op of one's own."""
+
+    def on_cpu(self, row, image):
+        np.subtract(255, image, out=image)
+
+
+@dataclass(frozen=True)
+class Fails(ImageOp):
+    """An op with a mistake."""
+
+    def on_cpu(self, row, image):
+        raise KeyError("mine")
+
+
+@dataclass(frozen=True)
+class Kills(ImageOp):
+    """An op that ends its process, as a file does that was cut short."""
+
+    def on_cpu(self, row, image):
+        os.kill(os.getpid(), signal.SIGBUS)

@@ -1,20 +1,27 @@
-"""How many cores and how much memory this process may use, and whether memory ran out."""
+"""How many cores and how much memory this process may use; how processes end."""
 
+import ctypes
 import errno
 import math
 import os
+import signal
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = [
     "available_cores",
     "available_memory",
+    "die_with",
+    "exit_reason",
     "held_memory",
     "is_out_of_memory",
     "total_memory",
 ]
 
 _ROOT = Path("/")
+_PR_SET_PDEATHSIG = 1
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -87,6 +94,27 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(part in text for part in _OUT_OF_MEMORY)
+
+
+def die_with(parent: int) -> None:
+    """Have the system kill this process when the one that forked it dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def exit_reason(code: int | None) -> str:
+    """Say how a process ended whose exit code is `code`, a negative one being a signal's.
+
+    >>> exit_reason(-9), exit_reason(-7), exit_reason(3)
+    ('SIGKILL, as when memory runs out', 'SIGBUS', 'exit status 3')
+    """
+    how = f"exit status {code}"
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            how = signal.Signals(-code).name
+    return f"{how}, as when memory runs out" if code == -signal.SIGKILL else how
 
 
 def _quotas(root: Path) -> Iterator[float]:

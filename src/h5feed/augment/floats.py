@@ -37,14 +37,11 @@ def row_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 def as_row(values: NDArray[np.float32], dtype: np.dtype[Any]) -> Image:
     """Return float32 `values` as they lie in a batch slot of this numpy type, see row_dtype."""
+    if dtype != _ROW_DTYPES["torch.bfloat16"]:
+        return values.astype(dtype)
     import torch
 
-    name = next(name for name, held in _ROW_DTYPES.items() if held == dtype)
-    kind = getattr(torch, name.removeprefix("torch."))
-    made = torch.from_numpy(values).to(kind)
-    if kind == torch.bfloat16:
-        made = made.view(torch.int16)
-    return made.numpy().view(dtype)
+    return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(dtype)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from h5feed.augment.cpu import Image
 from h5feed.augment.device import CompiledBatch
 from h5feed.augment.floats import row_dtype
-from h5feed.augment.frame import Antialias, Floats, Ints, Shapes
+from h5feed.augment.frame import AUTO_FACTOR, Antialias, Floats, Ints, Shapes
 from h5feed.augment.mixing import mix_labels, mix_rows
 from h5feed.augment.ops import Draws, Op, Rows
 from h5feed.augment.places import moved_boxes, moved_keypoints
-from h5feed.augment.plan import Kernel, Plan, run_batch, stream
+from h5feed.augment.plan import CropStage, Kernel, Plan, run_batch, stream
 from h5feed.augment.translate import from_torchvision
 from h5feed.errors import UsageError
 
@@ -81,6 +81,8 @@ class Pipeline:
             raise UsageError(f"views={views} must be at least 1")
         self.ops = from_torchvision(ops)
         self.views = views
+        self._antialias: Antialias = antialias
+        self._bound: dict[str, Any] = {}
         self.plan = Plan(self.ops, antialias)
         """What the ops come to."""
         self._sizes: list[tuple[int, int] | None] = []
@@ -116,6 +118,19 @@ class Pipeline:
         """Whether bytes are cropped, resized and flipped, and nothing else happens to them."""
         return len(self.plan.all_stages) == 1
 
+    def may_antialias(self, largest: tuple[int, int]) -> bool:
+        """Whether images of up to `largest` (height, width) may need the antialiased kernel."""
+        shrinks = max(a / b for a, b in zip(largest, self.out_shape[:2], strict=True))
+        return any(
+            stage.antialias is True
+            or (stage.antialias == "auto" and (k > 0 or shrinks > AUTO_FACTOR))
+            for k, stage in enumerate(self.plan.all_stages)
+            if isinstance(stage, CropStage)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bound, (self.ops, self._antialias, self.views, self._bound)
+
     def bind(
         self,
         field_hw: tuple[int, int] | None,
@@ -129,6 +144,7 @@ class Pipeline:
         of labels that are class numbers, for MixUp and CutMix. Raises UsageError where the
         ops would leave images of several sizes.
         """
+        self._bound = {"field_hw": field_hw, "encoding": encoding, "num_classes": num_classes}
         self.plan.first.nv12 = encoding == "yuv420"
         self._num_classes = num_classes
         self._sizes = []
@@ -304,3 +320,13 @@ class Pipeline:
             packed = packed.pin_memory()
         sizes = [size for size in self._sizes if size is not None]
         return self._run_batch(self.plan, packed.to(batch.device, non_blocking=True), batch, sizes)
+
+
+def _bound(
+    ops: tuple[Op, ...], antialias: Antialias, views: int, bound: dict[str, Any]
+) -> Pipeline:
+    """Make a pipeline again that was pickled: it is its ops, and what it was bound to."""
+    made = Pipeline(ops, antialias=antialias, views=views)
+    if bound:
+        made.bind(**bound)
+    return made

@@ -16,7 +16,7 @@ from h5feed.errors import UsageError
 from h5feed.feed.device import DeviceTransfer, Resident
 from h5feed.feed.fields import field_batch, is_place, moved_batch
 from h5feed.feed.files import PackedFiles
-from h5feed.feed.memory import Ring, Slot
+from h5feed.feed.memory import Ring, SharedMemory, Slot
 from h5feed.feed.options import OnError
 from h5feed.feed.rows import make_fields
 from h5feed.feed.sampling import Drawing
@@ -46,7 +46,8 @@ class BatchBuilder:
         with_index: deliver the samples' indices as well.
         target: what comes beside the images; None is masks, or else labels.
         keys: names of images and target, which make a batch a dict; None: a tuple.
-        resident: the images, where the device gathers them by itself; None where threads do.
+        resident: the images, where the device gathers them by itself; None where workers do.
+        shared: where the memory of batches comes from, if worker processes fill it.
 
     """
 
@@ -66,6 +67,7 @@ class BatchBuilder:
         target: str | tuple[str, ...] | None = None,
         keys: tuple[str, str] | None = None,
         resident: Resident | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.files = files
         self.pipeline = pipeline
@@ -86,6 +88,7 @@ class BatchBuilder:
         self.resident = resident
         self._batch_size = batch_size
         self._keep = keep
+        self.shared = shared
         as_stored = pipeline is None or on_device
         self._dtype = torch.uint8 if pipeline is None or as_stored else pipeline.out_dtype
         self.drawing = None if pipeline is None else Drawing(files, pipeline)
@@ -229,7 +232,13 @@ class BatchBuilder:
         shape, dtype = self._row(spec, stored)
         views = 1 if self.pipeline is None or stored else self.pipeline.views
         return [
-            Ring((self._batch_size, *shape), dtype, keep=self._keep, pinned=self.transfer.pinned)
+            Ring(
+                (self._batch_size, *shape),
+                dtype,
+                keep=self._keep,
+                pinned=self.transfer.pinned,
+                shared=self.shared,
+            )
             for _ in range(views)
         ]
 

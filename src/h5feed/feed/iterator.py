@@ -130,10 +130,10 @@ class EpochIterator(Iterator[Any]):
         if self._epoch.cancelled:  # closed by another thread
             raise StopIteration
         self._tasks.popleft()
-        self._request()
         if task.error is not None:
             self.close()
             raise task.take_error()
+        self._request()
         return self._hand_over(task)
 
     def close(self) -> None:
@@ -224,6 +224,8 @@ class Epoch:
     ahead: ReadAhead
     engine: Engine
     ended: bool = False
+    failed: bool = False
+    """Whether a batch tells that no further one can be made; those planned later need not."""
     iterator: Callable[[], object] = lambda: None
     """A weak reference to the pass: nobody waits for batches of one that is no more."""
 
@@ -275,17 +277,16 @@ class BatchTask:
 
     def plan(self) -> None:
         """Decide which samples and what happens to them, and have the rows filled (a job)."""
-        chunks: list[range] = []
-        if not self._epoch.cancelled:
-            try:
-                chunks = self._cut()
-            except BaseException as ex:
-                self.error = ex
-        self._chunks = len(chunks)
-        if chunks:
-            self._epoch.engine.fill(self, chunks)
-        else:
+        if self._epoch.cancelled or self._epoch.failed:
             self.ready.release()
+            return
+        try:
+            chunks = self._cut()
+            self._chunks = len(chunks)
+            self._epoch.engine.fill(self, chunks)
+        except BaseException as ex:
+            self.error = ex
+            self.finish()
 
     def _cut(self) -> list[range]:
         self.indices, self.params, self.announced = self._epoch.ahead.samples(self.step)
@@ -308,25 +309,30 @@ class BatchTask:
                     builder.fields, memory, self.indices, self.params, rows, builder.on_error
                 )
         except BaseException as ex:
-            last = self.filled(rows, error=ex)
+            last = self.filled(rows.start, error=ex)
         else:
-            last = self.filled(rows, damage)
+            last = self.filled(rows.start, damage)
         if last:
             self.finish()
 
     def filled(
         self,
-        rows: range,
+        row: int,
         damage: Mapping[int, Damage] | None = None,
         error: BaseException | None = None,
     ) -> bool:
-        """Note how the filling of a chunk ended; return whether that was the last one."""
+        """Note how the filling of the chunk from `row` on ended; return whether it was the last."""
         with self._lock:
-            if error is not None and rows.start < self._failed_at:
-                self.error, self._failed_at = error, rows.start
+            if error is not None and row < self._failed_at:
+                self.error, self._failed_at = error, row
             self._damage |= damage or {}
             self._chunks -= 1
             return self._chunks == 0
+
+    def fail(self, error: BaseException) -> None:
+        """End the batch, and with it the pass: its workers are no more."""
+        self.error, self._epoch.failed = error, True
+        self.finish()
 
     def finish(self) -> None:
         """Deliver the batch or its error, once all rows are done with."""
@@ -351,11 +357,10 @@ class BatchTask:
         bad = np.array(sorted(self._damage))
         instead = substitutes(len(self.indices), bad)
         if instead is None:
-            number, ex = self._damage[0]
+            number, reason = self._damage[0]
             field = self._epoch.builder.fields[number]
-            raise field.damaged(
-                int(self.indices[0]), ex.__cause__, none_whole(len(self.indices))
-            ) from ex.__cause__
+            then = none_whole(len(self.indices))
+            raise field.damaged(int(self.indices[0]), reason, then) from reason
         for slot in (slot for slots in self.slots for slot in slots):
             slot.rows[bad] = slot.rows[instead]
         self.indices = self.indices.copy()

@@ -34,9 +34,10 @@ from h5feed.feed.dataset import H5Dataset, checked_keys
 from h5feed.feed.device import Residency, choose_resident, open_transfer
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.iterator import Counts, Cursor, Engine, Epoch, EpochIterator
-from h5feed.feed.memory import check_room
+from h5feed.feed.memory import SharedMemory, check_room
 from h5feed.feed.options import (
     AugmentOn,
+    EngineName,
     Io,
     OnError,
     Shuffle,
@@ -45,6 +46,7 @@ from h5feed.feed.options import (
     check_choices,
     check_ranks,
     check_whole,
+    choose_engine,
     choose_files,
     choose_pipeline,
     choose_ranks,
@@ -54,6 +56,7 @@ from h5feed.feed.options import (
     leave_cores_to_loader,
 )
 from h5feed.feed.order import Order
+from h5feed.feed.processes import ProcessPool, WorkerSetup
 from h5feed.feed.readahead import ReadAhead
 from h5feed.feed.sampling import BatchPlan, Drawing, SampleOrder, Steps, Weights, choose_weights
 from h5feed.feed.workers import WorkerPool
@@ -323,9 +326,14 @@ class H5Loader(PackedLoader):
         compile: run the ops on the device as kernels made by torch.compile, at the first batch;
             that takes from seconds to a minute. What cannot be compiled runs as it is, with one
             warning.
-        num_workers: threads that make the batches (0, which a DataLoader takes, is one), or "auto":
+        num_workers: workers that make the batches (0, which a DataLoader takes, is one), or "auto":
             the cores this process may use, less one for the trainer where the device is not the
             CPU, and at most 16.
+        engine: what the workers are. "thread": they start at once, and share Python's lock, which
+            a few cores do not feel. "process": they share nothing but the memory of batches, and
+            scale with the cores. Samples, crops and states are the same in both; ops of your own
+            must be defined in a module that a worker can import. What a forked child keeps of its
+            parent's batches changes with them.
         prefetch: batches in the making at once.
         drop_last: leave out a last batch that would be short.
         tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
@@ -374,6 +382,7 @@ class H5Loader(PackedLoader):
         residency: Residency = "stream",
         compile: bool = False,
         num_workers: int | str = "auto",
+        engine: EngineName = "thread",
         prefetch: int = 2,
         drop_last: bool = False,
         tail: Tail = "pad",
@@ -434,11 +443,12 @@ class H5Loader(PackedLoader):
             "keys": packed.keys if keys is None else checked_keys(keys),
         }
         self._ops: tuple[Op, ...] = from_torchvision(augment)
+        self.num_workers = choose_workers(num_workers, self._transfer.device)
         self._build()
-        idle = num_workers == "auto" and not self._builder.fields  # the device does it all
-        self.num_workers = 1 if idle else choose_workers(num_workers, self._transfer.device)
-        self._leave_cores()
+        if num_workers == "auto" and not self._builder.fields:
+            self.num_workers = 1  # the device does it all
         self._engine: Engine = WorkerPool(self.num_workers)
+        self._employ()
         self._counts = Counts()
         self._passes: list[weakref.ref[EpochIterator]] = []
 
@@ -456,6 +466,16 @@ class H5Loader(PackedLoader):
         self._reasons["augment_on_reason"] = "the images are there" if resides else reason
         compiles = arguments["compile"]
         compiled = compile_ops(pipeline, on_device=on_device) if compiles else None
+        self.engine, self._reasons["engine_reason"] = choose_engine(
+            arguments["engine"],
+            self.num_workers,
+            self._files,
+            None if on_device else pipeline,
+            fills=not resides or len(self._files.specs) > 1,
+        )
+        shared = None
+        if self.engine == "process":
+            shared = SharedMemory(self._transfer.device if self._transfer.pinned else None)
         builder = BatchBuilder(
             self._read,
             pipeline,
@@ -466,15 +486,30 @@ class H5Loader(PackedLoader):
             on_error=arguments["on_error"],
             with_index=arguments["with_index"],
             resident=self._resident,
+            shared=shared,
             **self._target,
         )
         check_room(builder.rings, self.prefetch + 1)
         self._builder, self._compiled = builder, compiled
         self._drawing = builder.drawing
 
-    def _leave_cores(self) -> None:
-        if not self._builder.on_device:
-            leave_cores_to_loader(self._builder.pipeline, self.num_workers)
+    def _employ(self) -> None:
+        """Have workers who know the ops there are now."""
+        builder = self._builder
+        if builder.shared is None:
+            if not builder.on_device:
+                leave_cores_to_loader(builder.pipeline, self.num_workers)
+            return
+        setup = WorkerSetup(
+            files=self._files,
+            reads=not self._read.mapped,
+            pipeline=builder.pipeline,
+            names=tuple(field.name for field in builder.fields),
+            on_device=builder.on_device,
+            on_error=builder.on_error,
+        )
+        # those of passes that have begun end with these
+        self._engine = ProcessPool(self.num_workers, setup.pickled(), builder.shared, WorkerPool(1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remake, (self._arguments, self._ops, self.seed, replace(self._cursor))
@@ -527,7 +562,7 @@ class H5Loader(PackedLoader):
         except UsageError:
             self._ops = before
             raise
-        self._leave_cores()
+        self._employ()
 
     def __iter__(self) -> EpochIterator:
         """Begin a pass; it makes batches ahead as soon as it exists."""
@@ -558,8 +593,8 @@ class H5Loader(PackedLoader):
         batches, images, repeated (only to even out the ranks' last step), skipped (a substitute
         stood in), wait_s (seconds the consumer waited), announced_bytes (to the kernel, ahead of
         their use), held_many (the caller held so many batches that it was warned), slots,
-        slot_bytes, num_workers, prefetch, residency and augment_on with the reason for each,
-        resident_bytes (of images held for the device), compiled (whether the ops are),
+        slot_bytes, num_workers, prefetch, engine, residency and augment_on with the reason for
+        each, resident_bytes (of images held for the device), compiled (whether the ops are),
         decoding (who decodes, and why).
         """
         rings, resident = self._builder.rings, self._builder.resident
@@ -567,6 +602,7 @@ class H5Loader(PackedLoader):
             **asdict(self._counts),
             "slots": sum(map(len, rings)),
             "slot_bytes": sum(ring.nbytes for ring in rings),
+            "engine": self.engine,
             "num_workers": self.num_workers,
             "prefetch": self.prefetch,
             "residency": self.residency,
@@ -589,7 +625,13 @@ def _remake(arguments: dict[str, Any], ops: tuple[Op, ...], seed: int, cursor: C
 def _cpu_builder(arguments: dict[str, Any], ops: tuple[Op, ...]) -> BatchBuilder:
     """Make what makes a loader's batches, without threads and devices."""
     plain = {"rank": 0, "world_size": 1, "sampler": None, "indices": None, "num_workers": 1}
-    here = {"device": "cpu", "augment_on": "auto", "residency": "stream", "compile": False}
+    here = {
+        "engine": "thread",
+        "device": "cpu",
+        "augment_on": "auto",
+        "residency": "stream",
+        "compile": False,
+    }
     return H5Loader(**{**arguments, **plain, **here, "augment": ops})._builder
 
 

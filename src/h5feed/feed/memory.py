@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
+import tempfile
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from h5feed.system import available_memory, total_memory
 __all__ = [
     "PageLocked",
     "Ring",
+    "SharedMemory",
     "Slot",
     "check_room",
 ]
@@ -100,16 +103,25 @@ class Ring:
         dtype: of its elements.
         keep: how many free slots stay; what the caller held beyond that is freed on its return.
         pinned: page-locked memory, for copies to a CUDA device.
+        shared: where the memory is to come from, which then is `pinned` or not by itself.
 
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], *, keep: int, pinned: bool = False
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        *,
+        keep: int,
+        pinned: bool = False,
+        shared: SharedMemory | None = None,
     ) -> None:
         self._shape = shape
         self._dtype = dtype
         self.keep = keep
         self._pinned = pinned
+        self._shared = shared
+        self._pid = os.getpid()
         self._home = _Home(keep)
         self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
 
@@ -134,6 +146,9 @@ class Ring:
 
     def take(self) -> Slot:
         """Return a slot that nobody holds, a new one if need be."""
+        if self._shared is not None and self._pid != os.getpid():
+            # In a forked child: what is shared is its parent's to write.
+            self._pid, self._home, self._slots = os.getpid(), _Home(self.keep), weakref.WeakSet()
         try:
             back = self._home.free.pop()
         except IndexError:
@@ -143,6 +158,9 @@ class Ring:
         return back if isinstance(back, Slot) else back.slot
 
     def _allocate(self) -> NDArray[Any]:
+        if self._shared is not None:
+            piece = self._shared.allocate(self.batch_bytes)
+            return piece.view(self._dtype).reshape(self._shape)
         if not self._pinned:
             return _aligned(self.batch_bytes).view(self._dtype).reshape(self._shape)
         memory = torch.empty(self.batch_bytes, dtype=torch.uint8, pin_memory=True).numpy()
@@ -158,6 +176,128 @@ def _aligned(size: int) -> NDArray[np.uint8]:
     memory = np.empty(size + _LINE, np.uint8)
     begin = -memory.ctypes.data % _LINE
     return memory[begin : begin + size]
+
+
+class _Piece(weakref.ref[Any]):
+    """Watches memory that was given out."""
+
+    __slots__ = ("begin", "size")
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    begin: int
+    size: int
+
+
+class SharedMemory:
+    """Memory that worker processes see as well: one sparse file without a name, mapped whole.
+
+    Anonymous, by descriptor: /dev/shm has 64 MB in many containers, and is missing in some. The
+    file is as large as the machine's memory and takes what is written to. Pieces are given out,
+    and are free again when no array of theirs is left; then their pages go back to the system.
+    After a fork the child's memory begins anew. For one thread.
+
+    Args:
+        device: a CUDA device that copies from it: pieces are page-locked, once each.
+
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._pid = -1
+        self._top = 0
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        self._begin()
+        return self._file.fileno()
+
+    def address(self, array: NDArray[Any]) -> int:
+        """Return where in the file an array of a piece begins."""
+        return _address(array) - self._address
+
+    def allocate(self, size: int) -> NDArray[np.uint8]:
+        """Return uint8 (size,), zeros, at the beginning of a page."""
+        self._begin()
+        self._reclaim()
+        array_size, size = size, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._free.get(size):
+            begin = self._free[size].pop()
+        else:
+            begin, self._top = self._top, self._top + size
+            if self._top > len(self._map):
+                raise MemoryError("all memory of this machine is batches that somebody holds")
+        array = np.frombuffer(self._map, np.uint8, array_size, begin)
+        if self._device is not None:
+            _lock_pages(array, self._device)
+        piece = _Piece(array, self._gone.append)
+        piece.begin, piece.size = begin, size
+        self._given[begin] = piece
+        return array
+
+    def _begin(self) -> None:
+        if self._pid == os.getpid():
+            return
+        self._file = _open_unnamed()
+        self._map = _map_sparse(self._file.fileno())
+        self._address = _address(np.frombuffer(self._map, np.uint8, 1))
+        self._top = 0
+        self._free: dict[int, list[int]] = {}
+        self._given: dict[int, _Piece] = {}
+        # What ends, ends in any thread, in the middle of anything: only C code may run then.
+        self._gone: deque[_Piece] = deque()
+        self._pid = os.getpid()
+
+    def _reclaim(self) -> None:
+        while self._gone:
+            piece = self._gone.popleft()
+            del self._given[piece.begin]
+            if self._device is not None:
+                _unlock_pages(self._address + piece.begin, self._device)
+            if hasattr(mmap, "MADV_REMOVE"):
+                with suppress(OSError):  # a file system that has no holes keeps the pages
+                    self._map.madvise(mmap.MADV_REMOVE, piece.begin, piece.size)
+            self._free.setdefault(piece.size, []).append(piece.begin)
+
+
+def _address(array: NDArray[Any]) -> int:
+    at: int = array.__array_interface__["data"][0]
+    return at
+
+
+def _open_unnamed() -> IO[bytes]:
+    """Open a file that lies in memory; a deleted one in the temporary folder where none can."""
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):
+            return open(os.memfd_create("h5feed-batches"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _map_sparse(fd: int) -> mmap.mmap:
+    """Map a file as large as the machine's memory, or as large as the limits of this process."""
+    size = -(-max(total_memory() or 0, _ALWAYS) // mmap.PAGESIZE) * mmap.PAGESIZE
+    while True:
+        try:
+            os.ftruncate(fd, size)
+            return mmap.mmap(fd, size)
+        except (OSError, ValueError, OverflowError):
+            if size <= _ALWAYS // 16:
+                raise
+            size = size // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _lock_pages(memory: NDArray[np.uint8], device: torch.device) -> None:
+    """Page-lock memory for copies; where the system locks no more, copies are slower."""
+    with torch.cuda.device(device):
+        status = int(_cuda().cudaHostRegister(memory.ctypes.data, len(memory), _FLAGS))
+    if status != 0:
+        _clear_last_error(device)
+
+
+def _unlock_pages(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        status = int(_cuda().cudaHostUnregister(address))
+    if status != 0:
+        _clear_last_error(device)
 
 
 def check_room(rings: Sequence[Ring], batches: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -15,11 +16,13 @@ from h5feed.augment.device import CompiledBatch
 from h5feed.errors import UsageError
 from h5feed.feed.device import DeviceTransfer
 from h5feed.feed.files import PackedFiles
+from h5feed.feed.processes import unknown_to_workers
 from h5feed.store import FieldSpec
 from h5feed.system import available_cores
 
 __all__ = [
     "AugmentOn",
+    "EngineName",
     "Io",
     "OnError",
     "Shuffle",
@@ -29,6 +32,7 @@ __all__ = [
     "check_choices",
     "check_ranks",
     "check_whole",
+    "choose_engine",
     "choose_files",
     "choose_pipeline",
     "choose_ranks",
@@ -44,10 +48,12 @@ Tail = Literal["pad", "drop"]
 OnError = Literal["raise", "skip"]
 AugmentOn = Literal["cpu", "device", "auto"]
 Io = Literal["map", "read"]
+EngineName = Literal["thread", "process", "auto"]
 
 _BLOCK_BYTES = 8 << 20
 _CV2_SPLITS = 1 << 16  # pixels of an image above which cv2 shares it among threads of its own
 _MOST_WORKERS = 16
+_THREADS_DECODE, _THREADS_CROP = 2, 6  # that scale; more wait for Python's lock (simulated cores)
 
 
 def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
@@ -107,6 +113,41 @@ def choose_workers(num_workers: int | str, device: torch.device) -> int:
     if device.type != "cpu":
         share -= 1  # the trainer launches kernels from a core of its own
     return max(1, min(share, _MOST_WORKERS))
+
+
+def choose_engine(
+    engine: str, workers: int, files: PackedFiles, pipeline: Pipeline | None, *, fills: bool
+) -> tuple[str, str]:
+    """Return "thread" or "process", and why; UsageError for what is none or cannot be here.
+
+    pipeline: what the workers do to images; None where they copy. fills: whether they have
+    anything to do.
+    """
+    if engine not in get_args(EngineName):
+        raise UsageError(f"engine={engine!r} is none of {', '.join(get_args(EngineName))}")
+    has_sockets = sys.platform == "linux"
+    if engine == "process" and not has_sockets:
+        raise UsageError(
+            f'engine="process" needs sockets that {sys.platform} does not have: use engine="thread"'
+        )
+    if engine != "auto":
+        return engine, "as asked"
+    encoded = files.specs["images"].is_encoded
+    enough = _THREADS_DECODE if encoded else _THREADS_CROP
+    if not fills:
+        return "thread", "the device does it all"
+    if workers <= enough:
+        return "thread", f"Python's lock is no hindrance to {workers} of them"
+    if pipeline is None and not encoded:
+        return "thread", "copying holds no lock"
+    if pipeline is not None and pipeline.uses_batch:
+        return "thread", "whole batches are mixed in this process"
+    if not has_sockets:
+        return "thread", f"{sys.platform} lacks what processes need"
+    if pipeline is not None and (op := unknown_to_workers(pipeline)) is not None:
+        return "thread", f"worker processes cannot import {op!r}"
+    what = "decode" if encoded else "augment"
+    return "process", f"more than {enough} threads that {what} wait for Python's lock"
 
 
 def block_length(files: PackedFiles) -> int:

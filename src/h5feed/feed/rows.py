@@ -67,7 +67,8 @@ class Damage(NamedTuple):
 
     field: int
     """Number of the field."""
-    error: DamagedItemError
+    reason: BaseException | None
+    """Why, as `Field.damaged` takes it."""
 
 
 def fill_rows(
@@ -91,7 +92,7 @@ def fill_rows(
             if getattr(ex, "code", 0) == cv2.Error.StsNoMem:
                 raise  # no fault of an item
             for k, error in _fill_each(field, views, indices, params, rows, on_error).items():
-                damage[k] = Damage(number, error)
+                damage[k] = Damage(number, error.__cause__)
     return damage
 
 

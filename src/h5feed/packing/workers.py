@@ -5,7 +5,6 @@ A block crosses the pipes three times: out as `EncodeTask`, back as `BlockResult
 hold `_HELD_BYTES` of finished pixels: until then they go on with their next block.
 """
 
-import ctypes
 import gc
 import multiprocessing
 import multiprocessing.popen_fork
@@ -28,6 +27,7 @@ from h5feed.packing.encode import BlockResult, Job, Payload, encode_block
 from h5feed.packing.output import OutputPaths, PayloadFiles, Results
 from h5feed.packing.sources import DatasetSource
 from h5feed.store.layout import FieldSpec
+from h5feed.system import die_with, exit_reason
 
 __all__ = ["pack_here", "pack_in_processes"]
 
@@ -36,7 +36,6 @@ _BLOCK_BYTES = 4 << 20
 _MOST_IMAGES = 256
 _QUEUED = 2
 _SECONDS_BETWEEN_TICKS = 0.5
-_PR_SET_PDEATHSIG = 1
 # Forked workers start in 10 ms with everything imported; elsewhere fork is unsafe or missing.
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
@@ -224,16 +223,9 @@ class _Coordinator:
 
     def _death(self, worker: _Worker) -> PackError:
         worker.process.join(5)
-        code = worker.process.exitcode
-        how = f"exit status {code}"
-        if code is not None and code < 0:
-            with suppress(ValueError):
-                how = signal.Signals(-code).name
-        if code == -signal.SIGKILL:
-            how += ", as when memory runs out"
         index = worker.current[0]
         where = f" at {self._job.name(index)}" if index >= 0 else ""
-        return PackError(f"a worker process died ({how}){where}")
+        return PackError(f"a worker process died ({exit_reason(worker.process.exitcode)}){where}")
 
 
 def _serve(
@@ -247,7 +239,7 @@ def _serve(
     """Run one worker until the coordinator closes its end."""
     for other in leave:
         other.close()
-    _die_with(parent)
+    die_with(parent)
     gc.freeze()  # or the collector would touch, and so copy, 50 MB shared with the coordinator
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     import torch
@@ -288,11 +280,3 @@ def _serve_tasks(job: Job, conn: Connection, files: PayloadFiles, current: Any) 
         result, held[task.start] = encode_block(job, *task, current)
         held_bytes[task.start] = sum(result.sizes)
         conn.send(result)
-
-
-def _die_with(parent: int) -> None:
-    """Have the system kill this process when the coordinator dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
