@@ -28,7 +28,8 @@ import torch
 
 from h5feed import H5Dataset, H5Loader
 from h5feed.augment import RandomCrop, RandomHorizontalFlip, RandomResizedCrop
-from h5feed.bench.ceilings import CropLoop, RegionDecodeLoop
+from h5feed.augment.cpu import readable
+from h5feed.bench.ceilings import CropLoop, RegionDecodeLoop, python_seconds
 from h5feed.bench.measure import Subject
 from h5feed.bench.report import markdown_table
 from h5feed.bench.system import describe_machine, evict, machine_facts, versions
@@ -123,9 +124,16 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
         f"0.75 of the pixels. First batch of {start['items']:,} items: {start['seconds']:.2f} s "
         f"after the import. Order, parameters and hand-over of a batch take {small:,.0f} µs at "
         f"{scheduling['items'][0]:,} items and {large:,.0f} µs at {scheduling['items'][1]:,}. "
-        f"{versions}. `{results['command']}`"
+        f"{_python(results)}{versions}. `{results['command']}`"
     )
     return "\n".join([*markdown_table(_HEADS, rows, left={0, 3}), "", foot])
+
+
+def _python(results: dict[str, Any]) -> str:
+    """Say what Python takes for an image; runs before 2026-11-22 have not measured it."""
+    spent = results.get("python_seconds_per_image", {}).items()
+    shown = ", ".join(f"{seconds * 1e6:.1f} µs ({name})" for name, seconds in spent)
+    return f"Of an image Python takes {shown}, one thread at a time. " if shown else ""
 
 
 def _machines(runs: Sequence[dict[str, Any]]) -> str:
@@ -317,17 +325,23 @@ def chosen(options: argparse.Namespace) -> list[Row]:
     ]
 
 
+def packed_photos(options: argparse.Namespace, store: str) -> Path:
+    """Return the photos packed at 256 pixels."""
+    photos = options.work / f"photos{options.times}"
+    copies(options.photos, photos, options.times)
+    return packed(photos, options.work / f"{store}.h5", size=256, store=store)
+
+
+def packed_cifar(options: argparse.Namespace) -> Path:
+    """Return CIFAR-10 packed."""
+    return packed(options.cifar, options.work / "cifar.h5", size=32)
+
+
 def makers(options: argparse.Namespace) -> dict[str, Callable[[], Window]]:
     """Return what opens each subject."""
     work, threads = options.work, options.threads
     photos = work / f"photos{options.times}"
-
-    def file(store: str) -> Path:
-        copies(options.photos, photos, options.times)
-        return packed(photos, work / f"{store}.h5", size=256, store=store)
-
-    def cifar() -> Path:
-        return packed(options.cifar, work / "cifar.h5", size=32)
+    file, cifar = partial(packed_photos, options), partial(packed_cifar, options)
 
     def loader(path: Path, batch_size: int, **how: Any) -> Window:
         made = H5Loader(
@@ -385,7 +399,7 @@ class InProcess:
 
 def index_select(path: Path, batch_size: int, threads: int) -> Callable[[], Iterator[Any]]:
     """Return epochs of torch.index_select into one buffer, a share of it per thread."""
-    images = torch.from_numpy(H5Dataset(path).files.writable_whole("images"))
+    images = readable(H5Dataset(path).files.whole("images"))
     out = torch.zeros((batch_size, *images.shape[1:]), dtype=torch.uint8)
     order = torch.randperm(len(images))
     share = -(-batch_size // (2 * threads))
@@ -429,6 +443,26 @@ def measure_start(options: argparse.Namespace) -> dict[str, Any]:
     first, opened = (statistics.median(column) for column in zip(*found, strict=True))
     print(f"first batch of {IMAGENET:,} items: {first:.3f} s (opening {opened:.3f}), at most 0.5")
     return {"items": IMAGENET, "seconds": first, "opening_seconds": opened}
+
+
+def measure_python(options: argparse.Namespace) -> dict[str, float]:
+    """Measure and print what Python takes for an image, CPU seconds in which its lock is held."""
+    stores = ("raw", "yuv420", "jpeg")
+    subjects = {one: (packed_photos(options, one), CROP, BATCH) for one in stores}
+    if options.cifar:
+        subjects["CIFAR"] = packed_cifar(options), CIFAR_CROP, CIFAR_BATCH
+    measures = {
+        name: partial(python_seconds, *subject, seconds=options.seconds)
+        for name, subject in subjects.items()
+    }
+    found = {name: statistics.median(v) for name, v in in_turns(measures, options.rounds).items()}
+    for name, spent in found.items():
+        most = 30 if name == "jpeg" else 12
+        print(
+            f"Python takes {spent * 1e6:.1f} us an image ({name}), at most {most}: threads make at "
+            f"most {1 / spent:,.0f} img/s"
+        )
+    return found
 
 
 def measure_scheduling(options: argparse.Namespace) -> dict[str, Any]:
@@ -485,7 +519,11 @@ def main(arguments: list[str] | None = None) -> None:
         return
     found.append(measure_cold(options))
     print(found[-1].line(), flush=True)
-    where |= {"start": measure_start(options), "scheduling": measure_scheduling(options)}
+    where |= {
+        "start": measure_start(options),
+        "scheduling": measure_scheduling(options),
+        "python_seconds_per_image": measure_python(options),
+    }
     if options.json:
         rows = [one.values() for one in found]
         kept = json.loads(options.json.read_text()) if options.json.exists() else []

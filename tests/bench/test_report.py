@@ -42,6 +42,15 @@ def rows(text):
     return {line.split("  ")[0].strip("| "): line for line in text.splitlines()}
 
 
+def test_the_rate_at_which_pythons_lock_binds_says_what_cores_the_figures_are_good_for():
+    known = {"python_seconds": 5e-5, "workers": 2}
+    text = as_text(replace(REPORT, facts=known))
+    assert "held 50.0 µs an image: H5Loader's threads make at most 20,000 img/s" in text
+    assert "with the cores up to 50 at most" in text  # 2 workers make 800
+    assert "lock" not in as_text(replace(REPORT, facts=known, outcomes=(SLOW, BARE)))
+    assert "lock" not in as_text(REPORT)
+
+
 def test_text_has_a_row_per_loader_with_its_figures():
     text = as_text(REPORT)
     lines = rows(text)

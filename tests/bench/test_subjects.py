@@ -1,7 +1,9 @@
 import random
 
+import cv2
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 
@@ -203,3 +205,19 @@ def test_pillow_crop_gives_a_tensor():
     assert out.shape == (3, 16, 16)
     assert out.dtype == torch.uint8
     assert out.float().std() > 5
+
+
+@pytest.mark.parametrize("store", ["raw", "jpeg"])
+def test_what_python_takes_is_measured_without_kernels(root, store, monkeypatch):
+    sizes, decoded = [], []
+    resize, decode = cv2.resize, simplejpeg.decode_jpeg
+    recorded = lambda src, size, *rest: (sizes.append(size), resize(src, size, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(cv2, "resize", recorded)
+    monkeypatch.setattr(
+        simplejpeg, "decode_jpeg", lambda *a, **k: (decoded.append(1), decode(*a, **k))[1]
+    )
+    file = root / f"{store}.h5"
+    assert ceilings.python_seconds(file, subjects.crop_ops(40), BATCH, seconds=0) > 0
+    assert sizes == [(40, 40)] * COUNT + [(1, 1)] * COUNT  # a pass with, a pass without
+    assert len(decoded) == (COUNT if store == "jpeg" else 0)
+    assert cv2.resize is recorded

@@ -56,6 +56,8 @@ def test_every_figure_stands_in_the_json_with_its_circumstances(results):
     assert found["start"]["items"] == 600
     assert found["start"]["seconds"] > found["start"]["opening_seconds"]
     assert min(found["scheduling"]["seconds_per_batch"]) > 0
+    assert [*found["python_seconds_per_image"]] == ["raw", "yuv420", "jpeg"]
+    assert min(found["python_seconds_per_image"].values()) > 0
     assert found["versions"]["torch"] == torch.__version__
     assert found["command"] == "python tools/bench_loader.py PHOTOS --work FOLDER"
     assert str(results.parent) not in results.read_text()
@@ -71,6 +73,8 @@ def test_the_table_says_what_the_json_says(tool, results, tmp_path):
     assert text.startswith("before\n<!-- loader: begin -->\n| measured |")
     assert text.endswith("<!-- loader: end -->\nafter\n")
     assert "old" not in text
+    spent = json.loads(results.read_text())[-1]["python_seconds_per_image"]
+    assert f" {spent['raw'] * 1e6:.1f} µs (raw), " in text
     first = json.loads(results.read_text())[-1]["rows"][0]
     assert f"**{first['images_per_second']:,.0f}**" in text
     assert f"| {first['ratio']:.2f} ({first['ratio']:.2f}–{first['ratio']:.2f}) |" in text

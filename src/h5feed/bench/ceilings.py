@@ -2,8 +2,9 @@
 
 `CropLoop` crops, resizes and flips stored images in a thread pool into a few buffers used again and
 again, JPEGs decoded whole first; `RegionDecodeLoop` decodes of a JPEG only what its crop needs, as
-H5Loader does; `CopyLoop` only copies whole images; `disk_rate` reads a file that is not cached.
-All but the last are subjects, so that they take their turns beside the loaders.
+H5Loader does; `CopyLoop` only copies whole images. These are subjects, so that they take their
+turns beside the loaders. `disk_rate` reads a file that is not cached; `python_seconds` is what
+remains of H5Loader when the kernels take no time: only one thread at a time can do that.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,17 @@ from typing import Any
 import cv2
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
+import torch
 
+from h5feed import H5Dataset, H5Loader
+from h5feed.augment import Op
 from h5feed.bench import system
 from h5feed.bench.subjects import Box, draw_box
 from h5feed.feed.files import PackedFiles
 from h5feed.jpeg import decode_jpeg, decode_jpeg_region
 
-__all__ = ["CopyLoop", "CropLoop", "RegionDecodeLoop", "disk_rate"]
+__all__ = ["CopyLoop", "CropLoop", "RegionDecodeLoop", "disk_rate", "python_seconds"]
 
 UInt8 = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.int64]
@@ -229,3 +235,85 @@ def _tried_rates(file: Path, seconds: float, threads: int, tries: int) -> Iterat
             until = begin + seconds
             jobs = [pool.submit(_read_part, file, a, b, until) for a, b in pairwise(ends)]
             yield sum(job.result() for job in jobs) / (time.perf_counter() - begin)
+
+
+def python_seconds(
+    file: Path, ops: Sequence[Op], batch_size: int, *, seconds: float = 0.5
+) -> float:
+    """Return CPU seconds that H5Loader takes for an image with kernels that take next to no time.
+
+    Python's lock is held for that long, and no more: threads make at most 1 / python_seconds
+    images a second, however many cores there are. cv2 is called for one pixel of each image, so
+    that its reading of arguments counts; JPEGs are not decoded, and what numpy copies is counted.
+    For a process in which nothing else runs.
+    """
+    dataset = H5Dataset(file)
+    options: dict[str, Any] = {"augment": ops, "shuffle": True, "drop_last": True}
+    with H5Loader(dataset, min(batch_size, len(dataset)), num_workers=1, **options) as loader:
+        _images_in(loader)  # memory is touched for the first time, headers are read
+        with _quick_kernels():
+            count, cpu, began = 0, time.process_time(), time.perf_counter()
+            while count == 0 or time.perf_counter() - began < seconds:
+                count += _images_in(loader)
+            return (time.process_time() - cpu) / count
+
+
+def _images_in(loader: H5Loader) -> int:
+    return sum(len(images) for images, _ in loader)
+
+
+@contextmanager
+def _quick_kernels() -> Iterator[None]:
+    """Let kernels do one pixel of their work, whatever their caller wanted. The pixels are wrong.
+
+    In all of the process.
+    """
+    resize, flip, convert = cv2.resize, cv2.flip, cv2.cvtColorTwoPlane
+
+    def resize_pixel(src: UInt8, size: tuple[int, int], dst: Any = None, *_: Any, **__: Any) -> Any:
+        if dst is None:
+            dst = np.empty((size[1], size[0], *src.shape[2:]), np.uint8)
+        resize(src[:1, :1], (1, 1), dst[:1, :1])
+        return dst
+
+    def flip_pixel(src: UInt8, code: int, dst: UInt8) -> UInt8:
+        flip(src[:1, :1], code, dst[:1, :1])
+        return dst
+
+    def convert_pixels(luma: UInt8, chroma: UInt8, code: int, dst: UInt8) -> UInt8:
+        convert(luma[:2, :2], chroma[:1, :1], code, dst[:2, :2])
+        return dst
+
+    def interpolate_nothing(batch: torch.Tensor, size: tuple[int, int], **_: Any) -> torch.Tensor:
+        made = batch.new_empty((len(batch), *size, batch.shape[1]))
+        return made.permute(0, 3, 1, 2)
+
+    quick = (
+        (cv2, "resize", resize_pixel),
+        (cv2, "flip", flip_pixel),
+        (cv2, "cvtColorTwoPlane", convert_pixels),
+        (torch.nn.functional, "interpolate", interpolate_nothing),
+        (simplejpeg, "decode_jpeg", _decode_nothing),
+    )
+    whole = [(module, name, getattr(module, name)) for module, name, _ in quick]
+    try:
+        for module, name, kernel in quick:
+            setattr(module, name, kernel)
+        yield
+    finally:
+        for module, name, kernel in whole:
+            setattr(module, name, kernel)
+
+
+def _decode_nothing(data: Any, *_: Any, buffer: Any = None, **__: Any) -> UInt8:
+    """Return pixels of the size that a JPEG's frame header says, whatever `buffer` holds."""
+    start = bytes(data[:1024])
+    frame = start.find(b"\xff\xc0")  # of a baseline file, behind at most a few tables
+    if frame < 0:
+        height, width, *_kinds = simplejpeg.decode_jpeg_header(bytes(data))
+    else:
+        height = int.from_bytes(start[frame + 5 : frame + 7], "big")
+        width = int.from_bytes(start[frame + 7 : frame + 9], "big")
+    size = height * width * 3
+    flat = np.empty(size, np.uint8) if buffer is None else np.asarray(buffer).reshape(-1)[:size]
+    return flat.reshape(height, width, 3)

@@ -23,7 +23,7 @@ from PIL import Image
 from h5feed import H5Dataset
 from h5feed.bench import ceilings, subjects, system
 from h5feed.bench.measure import Expectation
-from h5feed.bench.report import Comparison
+from h5feed.bench.report import OURS, Comparison
 from h5feed.bench.rounds import LONGEST_WINDOW, Entry, Outcome, Schedule, run
 from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
@@ -270,7 +270,7 @@ def contestants(side: int | None = None) -> tuple[Contestant, ...]:
         Contestant("h5py, the usual way", f"{_SUBJECTS}:UsualH5py", False, _needs_plain_pixels),
         Contestant("H5Dataset + DataLoader", f"{_SUBJECTS}:SwappedIn"),
         Contestant("make_dataloader(H5Dataset)", f"{_SUBJECTS}:ReadyMade"),
-        Contestant("H5Loader", f"{_SUBJECTS}:LoaderOnCpu"),
+        Contestant(OURS, f"{_SUBJECTS}:LoaderOnCpu"),
         Contestant(
             "H5Loader, crop on device", f"{_SUBJECTS}:LoaderOnDevice", False, _needs_one_size
         ),
@@ -432,6 +432,7 @@ def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Compa
     with tempfile.TemporaryDirectory(prefix="bench-h5-") as small:
         among = contestants(stored_side(pixels))
         taking_part, left_out = entries(among, pixels, options, workers, Path(small))
+        known = facts(file, options) | _python_facts(file, taking_part, options, workers, tell)
         outcomes = run(taking_part, options.schedule, tell)
     if options.schedule.cold:
         outcomes += _disk_outcome(file, len(pixels))
@@ -440,7 +441,18 @@ def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Compa
         f"{crop_in_words(pixels, options)} and flip, batches of {options.batch}, "
         f"{workers} workers, on {options.where}"
     )
-    return report_of(title, outcomes, left_out, facts(file, options), len(pixels))
+    return report_of(title, outcomes, left_out, known, len(pixels))
+
+
+def _python_facts(
+    file: Path, taking_part: Sequence[Entry], options: CompareOptions, workers: int, tell: Tell
+) -> dict[str, Any]:
+    """Return what says how many cores the figure of H5Loader is good for, where it takes part."""
+    if not any(one.name == OURS for one in taking_part):
+        return {}
+    tell("what Python takes for an image")
+    spent = ceilings.python_seconds(file, subjects.crop_ops(options.side), options.batch)
+    return {"python_seconds": spent, "workers": workers}
 
 
 def report_of(

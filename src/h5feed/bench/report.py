@@ -17,6 +17,7 @@ from h5feed.bench.rounds import Outcome, Rates, suspicions
 from h5feed.plotting import Bar, draw_bars, saved_figure
 
 __all__ = [
+    "OURS",
     "Chart",
     "Comparison",
     "Report",
@@ -34,7 +35,9 @@ __all__ = [
     "text_table",
 ]
 
-_OURS = ("H5Loader", "H5Dataset", "DaliLoader", "h5feed")
+OURS = "H5Loader"
+"""The contestant whose threads make batches with h5feed's own ops."""
+_OURS = (OURS, "H5Dataset", "DaliLoader", "h5feed")
 _WIDTH = 100  # columns of a terminal; wider lines are broken
 _ROW, _REST = 0.33, 1.75  # inches: of a bar, and of title, axis and caption
 
@@ -180,7 +183,20 @@ class Comparison(Report):
         lines = [self.headline(), self._legend(), f"Measured on {self.machine}."]
         if "pack_seconds" in self.facts:
             lines.append(f"Packing all of it takes about {self.facts['pack_seconds']:,.0f} s here.")
+        lines += self._good_for()
         return lines + [f"Not measured: {who}" for who in self.left_out]
+
+    def _good_for(self) -> list[str]:
+        """Say up to how many cores threads can go on like this: Python runs on one at a time."""
+        spent, workers = self.facts.get("python_seconds"), self.facts.get("workers")
+        rate = next((o.rate for o in self.outcomes if o.name == OURS and o.rate), None)
+        if not spent or not workers or not rate or self.is_smoke:
+            return []
+        cores = max(workers, int(workers / (rate * spent)))
+        return [
+            f"Python's lock is held {spent * 1e6:.1f} µs an image: {OURS}'s threads make at most "
+            f"{1 / spent:,.0f} img/s, and its rate grows with the cores up to {cores} at most."
+        ]
 
     def _legend(self) -> str:
         """What the signs of this table mean, and of no other."""

@@ -45,6 +45,7 @@ __all__ = [
     "SwappedIn",
     "TensorCrop",
     "UsualH5py",
+    "crop_ops",
     "draw_box",
     "imagefolder_class",
 ]
@@ -310,8 +311,9 @@ class ReadyMade(_LoaderSubject):
         super().__init__(loader, params, files=[params["file"]])
 
 
-def _ops(params: Params) -> tuple[augment.Op, ...]:
-    return augment.RandomResizedCrop(params["crop"]), augment.RandomHorizontalFlip()
+def crop_ops(side: int) -> tuple[augment.Op, ...]:
+    """Return what all of them do to images, as h5feed's own ops."""
+    return augment.RandomResizedCrop(side), augment.RandomHorizontalFlip()
 
 
 class _FastLoader(_LoaderSubject):
@@ -324,7 +326,7 @@ class _FastLoader(_LoaderSubject):
             H5Dataset(params["file"]),
             params["batch_size"],
             shuffle=True,
-            augment=_ops(params),
+            augment=crop_ops(params["crop"]),
             device=params["device"],
             augment_on=self.augment_on,
             num_workers=params["workers"] or 1,
@@ -360,7 +362,7 @@ class LoaderByDali(_LoaderSubject):
             H5Dataset(params["file"]),
             params["batch_size"],
             shuffle=True,
-            augment=_ops(params),
+            augment=crop_ops(params["crop"]),
             device=params["device"],
             num_workers=params["workers"],
         )
