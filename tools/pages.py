@@ -1,6 +1,6 @@
 """Put every figure of the pages into its place, from what benchmarks/ holds.
 
-    python tools/pages.py                 write the tables of README.md and docs/tricks.md
+    python tools/pages.py                 write the tables of README.md and docs/
     python tools/pages.py --check         exit 1, and name what differs from benchmarks/
     python tools/pages.py ablate JSON     print the table of another file: ablate, loader or peers
         --into PAGE                       put it into a page instead
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_loader import markdown as loader_table
+from clients.run import table as clients_table
 from h5feed.bench.ablate import Ablation
 from h5feed.bench.report import Comparison, as_markdown, from_dict, save_plot
 from peers import results as peers
@@ -81,6 +82,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "campaign": _campaign,
         "ablate": lambda: as_markdown(_ablation()),
     },
+    "docs/clients.md": {"clients": lambda: clients_table(_read("clients.json"))},
     "docs/tricks.md": {"tricks": lambda: tricks_table([_ablation()])},
 }
 """By page, then by mark. The table of a GPU is tools/gpu_run.py's."""
