@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from h5feed.bench import report
-from h5feed.bench.report import Comparison, save_plot
+from h5feed.bench.report import Comparison, save_plot, save_sweep_plot
 from h5feed.bench.rounds import Cold, Outcome
 
 
@@ -64,3 +64,23 @@ def test_image_is_written(tmp_path, ending):
     if ending == "png":
         with Image.open(tmp_path / "a.png") as image:
             assert image.width > 1000
+
+
+def test_a_sweep_is_drawn_over_workers_a_line_per_loader(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report, "_draw_line", lambda _panel, name, *_: drawn.append(name))
+    reports = [
+        replace(
+            REPORT,
+            batch_size=size,
+            outcomes=tuple(replace(o, params={"workers": n}) for o in REPORT.outcomes[:3]),
+        )
+        for size in (64, 256)
+        for n in (1, 2, 4)
+    ]
+    save_sweep_plot(reports, tmp_path / "a.png")
+    assert drawn == ["folder", "H5Loader", "bare"] * 2  # a panel for each batch size
+    monkeypatch.undo()
+    save_sweep_plot(reports, tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.width > 1500

@@ -78,7 +78,8 @@ class CompareOptions:
     no_cold: bool = False
     """Leave out the cold runs, which ask the kernel to drop FILE and DIR from its cache."""
     sweep: bool = False
-    """Measure several worker counts and batch sizes (many times as long)."""
+    """Measure several worker counts and batch sizes (many times as long), and H5Loader's threads
+    beside its processes."""
     only: tuple[str, ...] = ()
     """Measure only loaders whose name contains one of these."""
 
@@ -184,6 +185,12 @@ def _needs_one_size(pixels: PackedFiles, options: CompareOptions) -> str | None:
     return None
 
 
+def _needs_processes(_: PackedFiles, options: CompareOptions) -> str | None:
+    if not options.sweep and not any("processes" in name for name in options.only):
+        return ""
+    return None if sys.platform == "linux" else "worker processes need Linux"
+
+
 def _needs_dali(_: PackedFiles, options: CompareOptions) -> str | None:
     try:
         installed = find_spec("nvidia.dali") is not None
@@ -271,6 +278,7 @@ def contestants(side: int | None = None) -> tuple[Contestant, ...]:
         Contestant("H5Dataset + DataLoader", f"{_SUBJECTS}:SwappedIn"),
         Contestant("make_dataloader(H5Dataset)", f"{_SUBJECTS}:ReadyMade"),
         Contestant(OURS, f"{_SUBJECTS}:LoaderOnCpu"),
+        Contestant(f"{OURS}, processes", f"{_SUBJECTS}:LoaderOfProcesses", False, _needs_processes),
         Contestant(
             "H5Loader, crop on device", f"{_SUBJECTS}:LoaderOnDevice", False, _needs_one_size
         ),

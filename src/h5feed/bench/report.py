@@ -30,6 +30,7 @@ __all__ = [
     "markdown_table",
     "number",
     "save_plot",
+    "save_sweep_plot",
     "sweep_as_markdown",
     "sweep_as_text",
     "text_table",
@@ -367,10 +368,7 @@ def sweep_as_markdown(reports: Sequence[Comparison]) -> str:
 
 def _grid(reports: Sequence[Comparison]) -> ReportTable:
     """A row per loader, a column per setting."""
-    settings = [
-        f"{r.batch_size:,}×{r.outcomes[0].params['workers']}w" if r.outcomes else ""
-        for r in reports
-    ]
+    settings = [f"{r.batch_size:,}×{_workers(r)}w" if r.outcomes else "" for r in reports]
     names = list(dict.fromkeys(o.name for r in reports for o in r.outcomes))
     rates = [{o.name: number(o.rate) for o in r.outcomes} for r in reports]
     rows = [[name, *(column.get(name, "–") for column in rates)] for name in names]
@@ -420,6 +418,48 @@ def markdown_table(
 def save_plot(report: Report, path: Path) -> None:
     """Write the report as a PNG, SVG or PDF (by the name's ending)."""
     draw_chart(report.chart(), path)
+
+
+def save_sweep_plot(reports: Sequence[Comparison], path: Path) -> None:
+    """Write images/s over workers: a panel per batch size, a line per loader, dashed ceilings."""
+    sizes = sorted({report.batch_size for report in reports})
+    names = list(dict.fromkeys(o.name for report in reports for o in report.outcomes if o.rates))
+    title = reports[0].title.partition(", batches of")[0]
+    caption = f"{reports[0].machine}. Points: median of the windows; bars: slowest and fastest."
+    with saved_figure(
+        path, extra="bench", title=title, caption=caption, width=5.0 * len(sizes) + 2.5,
+        columns=len(sizes), sharey=True,
+    ) as (figure, panels):  # fmt: skip
+        for panel, size in zip(panels, sizes, strict=True):
+            some = [report for report in reports if report.batch_size == size]
+            for number_, name in enumerate(names):
+                _draw_line(panel, name, f"C{number_}", some)
+            panel.set_title(f"batches of {size:,}")
+            panel.set_xlabel("workers")
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(ticks := sorted({_workers(report) for report in some}))
+            panel.set_xticklabels([str(tick) for tick in ticks])
+            panel.set_ylim(bottom=0)
+        panels[0].set_ylabel("images per second")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+
+
+def _draw_line(panel: Any, name: str, color: str, reports: Sequence[Comparison]) -> None:
+    found = [(_workers(r), o) for r in reports for o in r.outcomes if o.name == name and o.rates]
+    found = [(workers, o) for workers, o in found if not _is_disk(o)]
+    if not found:
+        return
+    places, outcomes = zip(*found, strict=True)
+    rates = [_rate(o) for o in outcomes]
+    low = [rate - min(o.rates) for rate, o in zip(rates, outcomes, strict=True)]
+    high = [max(o.rates) - rate for rate, o in zip(rates, outcomes, strict=True)]
+    line = "--" if outcomes[0].ceiling else "-"
+    panel.errorbar(places, rates, (low, high), label=name, color=color, linestyle=line, marker="o")
+
+
+def _workers(report: Comparison) -> int:
+    workers: int = report.outcomes[0].params["workers"] if report.outcomes else 0
+    return workers
 
 
 def draw_chart(chart: Chart, path: Path) -> None:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from h5feed import H5Dataset, augment, make_dataloader
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.loader import H5Loader
-from h5feed.feed.options import AugmentOn
+from h5feed.feed.options import AugmentOn, EngineName
 from h5feed.jpeg import encode_jpeg
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "FolderOfSmall",
     "FolderOfTensors",
     "LoaderByDali",
+    "LoaderOfProcesses",
     "LoaderOnCpu",
     "LoaderOnDevice",
     "PillowCrop",
@@ -320,6 +321,7 @@ class _FastLoader(_LoaderSubject):
     """H5Loader with h5feed's own ops."""
 
     augment_on: AugmentOn = "cpu"
+    engine: EngineName = "thread"
 
     def __init__(self, params: Params) -> None:
         loader = H5Loader(
@@ -329,6 +331,7 @@ class _FastLoader(_LoaderSubject):
             augment=crop_ops(params["crop"]),
             device=params["device"],
             augment_on=self.augment_on,
+            engine=self.engine,
             num_workers=params["workers"] or 1,
         )
         super().__init__(loader, params, files=[params["file"]])
@@ -344,6 +347,12 @@ class _FastLoader(_LoaderSubject):
 
 class LoaderOnCpu(_FastLoader):
     """H5Loader, crops made by CPU threads."""
+
+
+class LoaderOfProcesses(_FastLoader):
+    """H5Loader, crops made by worker processes."""
+
+    engine = "process"
 
 
 class LoaderOnDevice(_FastLoader):

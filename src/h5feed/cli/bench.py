@@ -16,6 +16,7 @@ from h5feed.bench.report import (
     as_markdown,
     as_text,
     save_plot,
+    save_sweep_plot,
     sweep_as_markdown,
     sweep_as_text,
 )
@@ -42,7 +43,7 @@ class _BenchCommand:
     """The packed file."""
     compare: CompareOptions = field(default_factory=CompareOptions)
     plot: Path | None = None
-    """Draw the result here (PNG, SVG or PDF)."""
+    """Draw the result here (PNG, SVG or PDF); of --sweep, images/s over workers."""
     markdown: bool = False
     """Print a Markdown table."""
     json: bool = False
@@ -76,8 +77,10 @@ def _bench(command: _BenchCommand) -> None:
             raise H5FeedError(str(ex), details=ex.trace.strip()) from None
     say(_printed(reports, command))
     if command.plot is not None:
-        for number, report in enumerate(reports):
-            save_plot(report, _numbered(command.plot, number, len(reports)))
+        if len(reports) == 1:
+            save_plot(reports[0], command.plot)
+        else:
+            save_sweep_plot(reports, command.plot)
 
 
 def _measured(command: _BenchCommand, tell: Callable[[str], None]) -> Sequence[Comparison]:
@@ -93,11 +96,6 @@ def _printed(reports: Sequence[Comparison], command: _BenchCommand) -> str:
     if len(reports) == 1:
         return (as_markdown if command.markdown else as_text)(reports[0])
     return (sweep_as_markdown if command.markdown else sweep_as_text)(reports)
-
-
-def _numbered(path: Path, number: int, count: int) -> Path:
-    """Name a plot per setting of a sweep: out-1.png, out-2.png and so on."""
-    return path if count == 1 else path.with_stem(f"{path.stem}-{number + 1}")
 
 
 if __name__ == "__main__":
