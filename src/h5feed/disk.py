@@ -75,7 +75,7 @@ def create_file(path: Path) -> int:
 def open_file(path: Path, *, create: bool = False) -> int:
     """Open a plain file for reading and writing, made if need be with `create`; return a handle.
 
-    Raises OSError, for a link too: whoever calls this means a file of its own.
+    Raises OSError, also for a link: the caller wants a file of its own.
     """
     try:
         handle = os.open(path, _OWN_FILE | (os.O_CREAT if create else 0), 0o666)

@@ -107,7 +107,7 @@ def test_without_mixing_labels_stay_numbers():
 def test_mixing_comes_last_and_for_one_view():
     with pytest.raises(UsageError, match=r"MixUp\(.*\) works on whole batches: put it last"):
         Pipeline([MixUp(), ToDtype(torch.float32, scale=True)])
-    with pytest.raises(UsageError, match=r"MixUp\(.*\) mixes labels, which views=2 have not"):
+    with pytest.raises(UsageError, match=r"MixUp\(.*\) mixes labels: use it with views=1, not 2"):
         Pipeline([MixUp()], views=2)
 
 

@@ -437,7 +437,7 @@ def test_a_wrong_size_is_one_sentence_and_changes_nothing(ds):
         assert sizes(loader)[0] == (16, 16)
     with (
         H5Loader(ds, 5) as loader,
-        pytest.raises(UsageError, match="says a size that could"),
+        pytest.raises(UsageError, match="has a size that could"),
     ):
         loader.set_size(16)
 

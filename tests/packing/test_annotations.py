@@ -148,15 +148,15 @@ def test_counts_are_those_of_pycocotools(root):
     ("changes", "said"),
     [
         ({"images": []}, "instances.json: images is empty"),
-        ({"categories": 3}, "categories is no list of objects"),
+        ({"categories": 3}, "categories is not a list of objects"),
         ({"images": [{"id": "x"}]}, "images have the id 'x', which is no whole number"),
         (
             {"images": [{"id": 3, "file_name": "a.png"}] * 2},
-            "id in images 3 is there twice",
+            "id in images 3 appears twice",
         ),
         (
             {"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]},
-            "category name 'x' is there twice",
+            "category name 'x' appears twice",
         ),
         ({"images": [{"id": 3, "file_name": "z.png"}]}, "there is no image 7"),
         (
@@ -204,7 +204,7 @@ def test_what_is_no_annotation_file(root):
     with pytest.raises(UsageError, match=r"annotations '.*none.json' does not exist"):
         open_source(root, annotations=root / "none.json")
     path = root.parent / "x.json"
-    for text, said in (("{", "is not JSON"), ("[]", "is no JSON object")):
+    for text, said in (("{", "is not JSON"), ("[]", "is not a JSON object")):
         path.write_text(text)
         with pytest.raises(UsageError, match=said):
             open_source(root, annotations=path)

@@ -118,8 +118,8 @@ def test_values_that_json_lines_may_hold(root):
         ("x:int8", "field='x:int8': 'int8' is no type: give float32, float64, int64 or uint8"),
         ("x:float32[0]", "is no type"),
         ("x:float32[3,n]", "is no type"),
-        ("label:text", "'label' can be no field's name"),
-        ("a/b", "'a/b' can be no field's name"),
+        ("label:text", "'label' cannot be the name of a field"),
+        ("a/b", "'a/b' cannot be the name of a field"),
     ],
 )
 def test_wrong_fields_are_refused(root, field, said):

@@ -455,7 +455,7 @@ def test_a_damaged_journal_resumes_to_the_same_bytes_or_is_one_sentence(interrup
             said.add(str(ex))
     assert said == {
         f"{out}.partial.journal has no whole header (damaged, or of another version of h5feed): "
-        "--overwrite begins anew"
+        "--overwrite starts again"
     }
 
 
@@ -501,8 +501,8 @@ def test_a_forged_size_that_no_reader_would_take_is_never_called_done(interrupte
 
     with pytest.raises(
         PackError,
-        match=r"^what was packed makes no sound file \(.* has sizes other than 64x64; .*\): "
-        "--overwrite begins anew$",
+        match=r"^the packed file would not be valid \(.* has sizes other than 64x64; .*\): "
+        "--overwrite starts again$",
     ):
         resume(change)
     assert not out.exists()
@@ -522,7 +522,7 @@ def test_a_journal_of_another_version_is_one_sentence(interrupted, header):
     with pytest.raises(
         PackError,
         match=r"x\.h5\.partial\.journal has no header that this version writes \(damaged, or of "
-        r"another version of h5feed\): --overwrite begins anew$",
+        r"another version of h5feed\): --overwrite starts again$",
     ):
         resume(change)
 

@@ -281,7 +281,7 @@ def test_letterboxed_masks_are_surrounded_by_mask_fill(folder, out, tmp_path):
 
 def test_a_leftover_partial_needs_a_word(folder, out):
     OutputPaths.of(out).partial.write_bytes(b"")
-    with pytest.raises(UsageError, match=r"--resume goes on with it, --overwrite begins anew"):
+    with pytest.raises(UsageError, match=r"--resume continues it, --overwrite starts again"):
         pack(folder, out, size=SIZE)
     pack(folder, out, size=SIZE, overwrite=True, num_workers=0)
     assert names(out.parent) == ["x.h5"]

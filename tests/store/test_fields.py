@@ -173,7 +173,7 @@ def not_a_group(file):
         ),
         (huge_rows, r"/fields/tags: shape=\(4, 99999999999\) is no shape of an item"),
         (spelled_otherwise, "/fields/tags has attributes that h5feed does not write"),
-        (bad_name, "/fields/label is no name that a field can have"),
+        (bad_name, "/fields/label cannot be the name of a field"),
         (other_type, r"/fields/price is float32 \(3,\), not float64 \(3,\)"),
         (text_as_json, "its fingerprint does not match"),
         (rows_of_nothing, "/fields/kinds has rows_of='price', no boxes"),

@@ -298,8 +298,8 @@ def test_a_field_of_another_name(packed):
     with h5py.File(packed, "r+") as file:
         file.copy("images", "depth")
     assert refusal(packed) == (
-        f"{packed}: /depth is nothing that h5feed writes; move it below /user, where what is yours "
-        "may lie, or pack the images again with pack-h5"
+        f"{packed}: /depth is not something h5feed writes; move it below /user, which is free "
+        "for your own data, or pack the images again with pack-h5"
     )
 
 
@@ -309,7 +309,7 @@ def test_what_is_the_user_s_own_lies_below_user_and_is_never_opened(packed):
         file["fold"] = np.arange(10)
         file.attrs["note"] = "mine"
         file["images"].attrs["camera"] = "none"
-    assert "/fold is nothing that h5feed writes; move it below /user" in refusal(packed)
+    assert "/fold is not something h5feed writes; move it below /user" in refusal(packed)
     with h5py.File(packed, "a") as file:
         file.move("fold", "user/fold")
         file["user/captions"] = ["a cat", "a dog"]
@@ -386,9 +386,9 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("7", "is no JSON object"),
-        ("[1,2]", "is no JSON object"),
-        ("null", "is no JSON object"),
+        ("7", "is not a JSON object"),
+        ("[1,2]", "is not a JSON object"),
+        ("null", "is not a JSON object"),
         ("{", "is no JSON (Expecting property name"),
         (nested(18), "is nested more than 16 deep"),
         (nested(100_000), "is no JSON (maximum recursion depth"),

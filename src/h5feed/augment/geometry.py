@@ -434,13 +434,13 @@ def with_size(ops: Sequence[Op], size: Any) -> list[Op]:
     """Return the ops for outputs of another size: the last that has one gets it.
 
     Those before change in proportion: Resize(256), CenterCrop(224) becomes Resize(146),
-    CenterCrop(128). Raises UsageError for what is no size, and where no op has one.
+    CenterCrop(128). Raises UsageError for a wrong size, and where no op has one.
     """
     sized = [k for k, op in enumerate(ops) if isinstance(op, AxisOp) and hasattr(op, "size")]
     made: list[Any] = list(ops)
     if not sized or made[sized[-1]].size is None:
         raise UsageError(
-            f"size={size!r}: none of augment={made!r} says a size that could change; end with "
+            f"size={size!r}: no op of augment={made!r} has a size that could change; end with "
             "RandomResizedCrop(size), CenterCrop(size) or Resize((height, width))"
         )
     last = made[sized[-1]]

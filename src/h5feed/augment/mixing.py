@@ -175,7 +175,7 @@ class NoMix(MixOp):
 
 
 def unmixed(op: Op) -> Op:
-    """Return what stands in for an op that mixes while nothing is to be mixed; others as is."""
+    """Return an op that mixes nothing in the place of one that mixes; other ops as they are."""
     if not isinstance(op, MixOp):
         return op
     smoothing = getattr(op, "label_smoothing", 0.0)

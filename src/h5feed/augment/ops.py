@@ -236,7 +236,7 @@ def check_fill(op: object, fill: Any) -> tuple[float, ...]:
 
 
 def check_mask_fill(op: object, fill: Any) -> None:
-    """Refuse what is no class number that a mask can hold."""
+    """Refuse a fill that is not a class number of a uint8 mask."""
     if not is_number(fill) or fill != int(fill) or not 0 <= fill <= 255:
         raise refuse(op, "mask_fill", fill, "must be a whole number within 0..255")
 

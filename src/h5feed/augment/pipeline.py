@@ -89,7 +89,7 @@ class Pipeline:
         self._num_classes: int | None = None
         self._run_batch: Callable[..., torch.Tensor] = run_batch
         if self.plan.mix is not None and views > 1:
-            raise UsageError(f"{self.plan.mix[1]!r} mixes labels, which views={views} have not")
+            raise UsageError(f"{self.plan.mix[1]!r} mixes labels: use it with views=1, not {views}")
 
     @property
     def out_shape(self) -> tuple[int, int, int]:

@@ -49,8 +49,8 @@ def run_command(
 
     A field's docstring is its help; --version prints the version. Returns the exit status: what
     `work` returns (None counts as 0), 1 for an H5FeedError, OSError or missing library, 2 for a
-    UsageError; errors are one sentence on stderr. Whoever reads stdout may leave early: then 141,
-    and no word of it.
+    UsageError; errors are one sentence on stderr. Where the reader of stdout leaves early (as head
+    does), it is 141, without a message.
     tyro itself exits with 0 after --help and 2 where it cannot read `args`.
     `default` makes the options that `args` changes; `flag_pairs` offers --x and --no-x for each.
     """

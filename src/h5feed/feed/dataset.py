@@ -51,7 +51,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     With `output="tensor"` the image is uint8 (C, H, W) in channels_last memory, and for
     `store=raw` a view of the file: no pixel is copied. Transforms and you may write into it all
-    the same: whoever reads the item later gets the file's pixels. From the first write on, images
+    the same: reading the item again later gives the file's pixels. From the first write on, images
     are copies, about 7 to 30 µs for 256² pixels. (Two views of one item that were both taken
     before the first write are the same memory.) With `output="numpy"` the image is a read-only
     uint8 (H, W, C) view, with `output="pil"` a PIL image, with `output="tv_tensor"` the tensor as
@@ -175,7 +175,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def __getitem__(self, index: int) -> Any:
         at = self._plain(index)
         if self._warns:
-            self._warn_squeezed("ds[i]")  # for whoever transforms what comes from here
+            self._warn_squeezed("ds[i]")  # its caller may transform the images
         image, target = self._image(at), self._target(at)
         if self.image_transform is not None:
             image, target = self._transformed(image, target)
@@ -509,7 +509,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         return image, target
 
     def _check_transform(self, name: str, given: Any) -> None:
-        """Refuse what is no function, is there twice, or would see squeezed images."""
+        """Refuse a transform that is not callable, is given twice, or would see squeezed images."""
         _check_callable(name, given)
         if given is None:
             return

@@ -246,7 +246,7 @@ def choose_residency(
 ) -> tuple[Residency, str]:
     """Return "stream", "device" or "pinned", and why.
 
-    Raises UsageError for what is none of them, or cannot be with these files or `augment_on`.
+    Raises UsageError for any other value, and for one that these files or `augment_on` rule out.
     """
     if asked not in get_args(Residency):
         raise UsageError(f"residency={asked!r} is none of {', '.join(get_args(Residency))}")

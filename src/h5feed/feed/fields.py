@@ -67,7 +67,7 @@ class FieldColumn(Sequence[Any]):
         return self.read(at + count if at < 0 else at)
 
     def read(self, index: int) -> Any:
-        """Return the value of item `index`, 0 ≤ index < N; DamagedItemError where it is none."""
+        """Return the value of item `index`, 0 ≤ index < N; DamagedItemError for wrong bytes."""
         try:
             return self.type.value(self._files.field_bytes(self.name, index))
         except (ValueError, RecursionError) as ex:
@@ -305,7 +305,7 @@ def field_batch(
 ) -> Tensor | list[Tensor] | list[Any]:
     """Return a field of a batch's items: a tensor (B, …), or a list of tensors, of str or JSON.
 
-    A number that is no label is of the field's dtype.
+    Numbers keep the field's dtype, except labels.
     """
     kind = files.field_types[name]
     if not kind.is_fixed:

@@ -159,7 +159,7 @@ class PackedFiles:
 
         Raises OSError where the system gives no memory for that.
         """
-        self.whole(field)  # raises what is to be raised
+        self.whole(field)  # raises the errors
         return self._mappings[0].writable_whole(self.indexes[0].extents[field])
 
     def wholes(self, field: str) -> list[npt.NDArray[np.uint8]]:

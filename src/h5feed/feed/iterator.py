@@ -52,14 +52,14 @@ class Cursor:
     consumed: int = 0
     """Positions of the epoch delivered to all ranks together."""
     listed: int = 0
-    """CRC-32 of a sampler's list, of a pass that began or was to be gone on with."""
+    """CRC-32 of the list that a sampler gave for this pass, or for the one to resume."""
     begun: bool = False
     """Whether a batch has been delivered from here, so that a new pass is the next epoch."""
     named: bool = False
     """Whether `set_epoch` asked for this epoch, also where nothing is left of it."""
 
     def advance(self, consumed: int) -> None:
-        """Stand behind a batch that has been delivered."""
+        """Move past a batch that has been delivered."""
         self.consumed = consumed
         self.begun = True
 
@@ -137,7 +137,7 @@ class EpochIterator(Iterator[Any]):
         return self._hand_over(task)
 
     def close(self) -> None:
-        """End the pass: what is in the making is let go."""
+        """End the pass; batches in the making are dropped."""
         self._epoch.ended = True
         self._tasks.clear()
 
@@ -299,7 +299,7 @@ class BatchTask:
         return [range(a, min(a + size, count)) for a in range(0, count, size)]
 
     def fill(self, rows: range) -> None:
-        """Fill these rows; whoever does the last ones delivers (a job)."""
+        """Fill these rows; the job that fills the last ones delivers the batch."""
         damage: dict[int, Damage] = {}
         try:
             if rows.start < self.stop:

@@ -159,7 +159,7 @@ class PackedLoader(DataLoaderFacts, ABC):
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of `epoch`, from where a loaded state left it, or whole.
 
-        Raises UsageError for what is no whole number of at least 0.
+        Raises UsageError unless that is a whole number of at least 0.
         """
         check_whole(0, epoch=epoch)
         if epoch != self._cursor.epoch or self._cursor.begun:
@@ -252,7 +252,7 @@ class PackedLoader(DataLoaderFacts, ABC):
     def _check_listed(self, cursor: Cursor, listed: int) -> None:
         if cursor.listed and cursor.listed != listed:
             raise UsageError(
-                "sampler gave another order than in the pass that is to be gone on with; put its "
+                "sampler gave another order than in the pass that the state belongs to; put its "
                 "generator into the state it had then, or leave its generator out"
             )
         cursor.listed = listed
@@ -280,7 +280,7 @@ class H5Loader(PackedLoader):
     Which samples come and what happens to them is a function of seed, epoch and sample: workers,
     batch size and world size change nothing. Exceptions: MixUp and CutMix choose partners within
     a batch; a `sampler` is asked again in every epoch, and one with a generator of its own has to
-    be put back into its state by whoever resumes.
+    be put back into its state by the program that resumes.
 
     Every pass is the next epoch, unless `set_epoch` or `load_state_dict` said otherwise, also where
     the pass before was broken off. A pass counts once it has delivered a batch: dropping one before
@@ -528,7 +528,7 @@ class H5Loader(PackedLoader):
         The last op that has a size gets it, those before change in proportion: Resize(256),
         CenterCrop(224) becomes Resize(146), CenterCrop(128) by `set_size(128)`. Samples, crops (as
         shares of the image) and the state stay those they are: a program that resumes calls
-        `set_size` as it did before. Raises UsageError for what is no size, and where no op has one.
+        `set_size` as it did before. Raises UsageError for a wrong size, and where no op has one.
         """
         self._change(with_size(self._ops, size))
 
@@ -580,7 +580,7 @@ class H5Loader(PackedLoader):
     def close(self) -> None:
         """End all passes and the threads; a later pass starts new ones.
 
-        A loader that is let go, or a program that ends, does so by itself.
+        Without it, they end when the loader is garbage-collected or the program ends.
         """
         for reference in self._passes:
             if begun := reference():

@@ -57,7 +57,7 @@ _THREADS_DECODE, _THREADS_CROP = 2, 6  # that scale; more wait for Python's lock
 
 
 def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
-    """Refuse what is none of the choices, and a negative number of bytes."""
+    """Refuse a value that is not among the choices, and a negative number of bytes."""
     for name, value, choices in (
         ("tail", tail, get_args(Tail)),
         ("on_error", on_error, get_args(OnError)),
@@ -205,7 +205,7 @@ def compile_ops(pipeline: Pipeline | None, *, on_device: bool) -> CompiledBatch 
 
 
 def choose_files(files: PackedFiles, io: str, residency: str) -> PackedFiles:
-    """Return the items as they are to be read; UsageError for what is no way to read them."""
+    """Return the items, read in the way that `io` names; UsageError for a wrong `io`."""
     if io not in get_args(Io):
         raise UsageError(f"io={io!r} is none of {', '.join(get_args(Io))}")
     if io == "map":
@@ -264,7 +264,7 @@ def _where(
 
 
 def check_whole(least: int | None = 1, /, **numbers: Any) -> None:
-    """Refuse what is no int (True is none, 2.0 neither), or below `least`; None: any will do."""
+    """Refuse anything but ints of at least `least` (None: any); True and 2.0 are not ints here."""
     for name, value in numbers.items():
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or (least is not None and value < least):

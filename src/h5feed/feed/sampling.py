@@ -426,7 +426,7 @@ class _OrderSampler(Sampler[int]):
             yield from order(np.arange(some.start, some.stop, some.step) % count).tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`; UsageError for what is no number of at least 0."""
+        """Make the next pass that of `epoch`; UsageError for a number below 0, or none."""
         check_whole(0, epoch=epoch)
         self.epoch = epoch
 

@@ -28,8 +28,8 @@ class WorkerPool:
     """Threads that run jobs in the order submitted. Jobs must not raise.
 
     A thread knows the queue and nothing else, so the pool and its owner die as soon as they are
-    let go; then, or when the interpreter exits, the threads end after their present job.
-    After a fork the child's pool begins anew.
+    unused; then, or when the interpreter exits, the threads end after their present job.
+    After a fork the child's pool starts again.
     """
 
     least = 1

@@ -192,19 +192,19 @@ def _json(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as ex:
         raise UsageError(f"annotations {str(path)!r} is not JSON ({ex})") from ex
     if not isinstance(found, dict):
-        raise UsageError(f"annotations {str(path)!r} is no JSON object, which COCO's are")
+        raise UsageError(f"annotations {str(path)!r} is not a JSON object, as COCO's files are")
     return found
 
 
 def _objects_of(path: Path, found: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     entries = found.get(name)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"{path}: {name} is no list of objects, which COCO's JSON has")
+        raise UsageError(f"{path}: {name} is not a list of objects, as in COCO's JSON")
     return entries
 
 
 def _listed(path: Path, found: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Return the categories or images in the order of their ids, of which none is there twice."""
+    """Return the categories or images in the order of their ids, of which none appears twice."""
     entries = _objects_of(path, found, name)
     if not entries:
         raise UsageError(f"{path}: {name} is empty")
@@ -220,7 +220,7 @@ def _refuse_twins(path: Path, what: str, values: Sequence[Any]) -> None:
     known = set()
     for value in values:
         if value in known:
-            raise UsageError(f"{path}: {what} {value!r} is there twice")
+            raise UsageError(f"{path}: {what} {value!r} appears twice")
         known.add(value)
 
 

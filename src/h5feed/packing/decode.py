@@ -109,8 +109,8 @@ def memory_cap(max_pixels: int) -> int:
 def read_file(path: bytes, *, max_pixels: int = MAX_PIXELS, most: int | None = None) -> bytes:
     """Read a file, its first `most` bytes where that is given.
 
-    Without Python's buffering, which costs small files 10 µs each. Raises DecodeError for what
-    is no file or could not be decoded for its size, and OSError.
+    Without Python's buffering, which costs small files 10 µs each. Raises DecodeError where
+    it is not a regular file or too large to decode, and OSError.
     """
     handle = os.open(path, _OPEN_FLAGS)
     try:

@@ -1,4 +1,4 @@
-"""One block of images, read, decoded, sized and encoded, with what is to be known of each."""
+"""One block of images, read, decoded, sized and encoded, and the facts that are stored of each."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ class Skip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockResult:
-    """What is to be known of the images `start` ≤ index < `stop`, apart from their pixels."""
+    """All that is stored of the images `start` ≤ index < `stop`, apart from their pixels."""
 
     start: int
     stop: int

@@ -33,8 +33,8 @@ def parse_field(text: str) -> tuple[str, FieldType | None]:
     name, _, kind = text.partition(":")
     if not is_field_name(name):
         raise UsageError(
-            f"field={text!r}: {name!r} can be no field's name: letters, digits, _ . and -, "
-            "a letter first, and not label, mask or image; name the column otherwise"
+            f"field={text!r}: {name!r} cannot be the name of a field: use letters, digits, "
+            "_ . and -, a letter first, and not label, mask or image; rename the column"
         )
     if not kind:
         return name, None
@@ -64,7 +64,7 @@ class FieldBuilder:
         self._offsets = array("q", [0])
 
     def add(self, cell: Any, error: Callable[[str], UsageError]) -> None:
-        """Take one row's cell; raises `error(what)` where it is none of the field's type."""
+        """Take one row's cell; raises `error(what)` where it is not of the field's type."""
         if self.kind is None:
             self.kind = _kind_of(cell)
         try:

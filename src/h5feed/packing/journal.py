@@ -128,7 +128,7 @@ class Journal:
         if said := then.differences(header):
             raise PackError(
                 f"{self._paths.journal} cannot be resumed: {'; '.join(said)}. Give what it was "
-                "begun with, or --overwrite to begin anew"
+                "begun with, or --overwrite to start again"
             )
         blocks: list[BlockResult] = []
         for end, text, rows in frames:
@@ -142,7 +142,7 @@ class Journal:
         return blocks
 
     def cut(self, blocks: Sequence[BlockResult]) -> None:
-        """Go on behind these, the first of the entries that were read; the others are gone."""
+        """Continue after these entries, the first of those read; the others are dropped."""
         self._end = self._ends[len(blocks)]
         self.stop = blocks[-1].stop if blocks else 0
         with naming(self._paths.journal):
@@ -198,12 +198,12 @@ class Journal:
     def _refuse(self, what: str) -> PackError:
         return PackError(
             f"{self._paths.journal} {what} (damaged, or of another version of h5feed): --overwrite "
-            "begins anew"
+            "starts again"
         )
 
 
 def _parse_header(text: bytes) -> Header:
-    """Return the header; KeyError, TypeError or ValueError where it is none of ours."""
+    """Return the header; KeyError, TypeError or ValueError where another program wrote it."""
     facts = json.loads(text)
     if facts["journal"] != _VERSION:
         raise ValueError("another version")
@@ -270,7 +270,7 @@ def _check_rows(block: BlockResult, specs: Sequence[FieldSpec]) -> None:
 def lock(paths: OutputPaths, specs: Sequence[FieldSpec]) -> Iterator[Journal]:
     """Open and lock the journal, made if need be: one run at a time may work on an OUT.
 
-    Forked workers inherit the lock, so whoever gets it knows that no straggler of a killed run
+    Forked workers inherit the lock: a process that gets it knows that no worker of a killed run
     is still writing pixels.
     """
     handle = _locked(paths.journal)

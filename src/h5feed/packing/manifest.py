@@ -432,7 +432,7 @@ class _Builder:
 def _csv_rows(manifest: Path) -> Iterator[Row]:
     """Yield the rows of a csv or tsv file under its header.
 
-    Raises UsageError for what is no table, and OSError.
+    Raises UsageError where it is not such a table, and OSError.
     """
     delimiter = "\t" if manifest.suffix.lower() == ".tsv" else ","
     with manifest.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:

@@ -137,8 +137,8 @@ def check_out(paths: OutputPaths, source: Path | None, options: PackOptions) -> 
         refuse_existing(paths, options)
     if os.path.lexists(paths.partial) and not (options.overwrite or options.resume):
         raise UsageError(
-            f"{paths.partial} is there, of a run that was interrupted or still goes on: --resume "
-            "goes on with it, --overwrite begins anew"
+            f"{paths.partial} exists: a run was interrupted, or is still at work; --resume "
+            "continues it, --overwrite starts again"
         )
 
 

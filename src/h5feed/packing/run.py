@@ -267,7 +267,7 @@ def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tupl
         paths.discard(job.specs)  # all there is to do where a run died after the last rename
     except H5FormatError as ex:  # after a forged journal: all that this run did itself makes sense
         raise PackError(
-            f"what was packed makes no sound file ({ex}): --overwrite begins anew"
+            f"the packed file would not be valid ({ex}): --overwrite starts again"
         ) from ex
     except (PackError, OSError, MemoryError, KeyboardInterrupt) as ex:
         raise _explain(ex, paths, results, journal) from ex
@@ -282,7 +282,7 @@ def _run(paths: OutputPaths, job: Job, journal: Journal, progress: bool) -> tupl
 def _resume_or_begin(
     paths: OutputPaths, job: Job, journal: Journal, progress: bool
 ) -> list[BlockResult]:
-    """Return what an earlier run had done, as far as that is really there; or begin anew."""
+    """Return what an earlier run had done, as far as that is really there; or start again."""
     source = job.source
     header = Header(
         source=source.digest(progress=progress) if isinstance(source, FolderSource) else "",
@@ -364,7 +364,7 @@ def _worker_count(results: Results) -> int:
 
 
 def _is_kept(results: Results, journal: Journal) -> bool:
-    """Whether there is something to resume from: a dataset begins anew each time."""
+    """Whether there is something to resume from: a dataset starts again each time."""
     return bool(journal.stop and results.count) and isinstance(results.job.source, FolderSource)
 
 

@@ -117,7 +117,7 @@ class FieldType:
     def value(self, data: memoryview) -> Any:
         """Return what the bytes of one item say: a number, a read-only array, a text, or JSON.
 
-        ValueError where they say nothing: text that is no UTF-8, JSON that is none.
+        ValueError for bytes that are not: text that is not UTF-8, or invalid JSON.
         """
         if self.kind == "text":
             return str(data, "utf-8")

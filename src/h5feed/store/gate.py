@@ -163,7 +163,7 @@ class Gate:
 
 
 def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
-    """Return all of an opened file but its pixels; H5FormatError where h5feed wrote no such file.
+    """Return all of an opened file but its pixels; H5FormatError where another program made it.
 
     It also lets through what HDF5 and numpy raise for damaged metadata.
     """
@@ -172,8 +172,8 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     for name in names:
         if name != _USER and name not in _MEMBERS:
             raise H5FormatError(
-                f"{gate.path}: /{printable(name)} is nothing that h5feed writes; move it below "
-                f"/{_USER}, where what is yours may lie, or pack the images again with pack-h5"
+                f"{gate.path}: /{printable(name)} is not something h5feed writes; move it below "
+                f"/{_USER}, which is free for your own data, or pack the images again with pack-h5"
             )
     if IMAGES not in names:
         raise gate.refuse("it has no /images")
@@ -298,7 +298,7 @@ def _rows(extent: FieldExtent) -> Any:
 def _further_one(gate: Gate, parent: h5py.Group, name: str, count: int) -> FieldExtent:
     full = _full(parent, name)
     if not is_field_name(name):
-        raise gate.refuse(f"{full} is no name that a field can have")
+        raise gate.refuse(f"{full} cannot be the name of a field")
     attributes = {key: gate.text(parent[name], key) for key in _FIELD_TEXTS}
     try:
         kind = FieldType.from_attributes(attributes)
@@ -423,7 +423,7 @@ def _read_provenance(gate: Gate, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as ex:
         raise gate.refuse(f"attribute provenance is no JSON ({ex})") from ex
     if not isinstance(value, dict):
-        raise gate.refuse("attribute provenance is no JSON object")
+        raise gate.refuse("attribute provenance is not a JSON object")
     level: list[Any] = [value]
     for _ in range(_DEPTH):
         level = [

@@ -38,8 +38,8 @@ class FileReader:
     """A packed file, opened once and held open.
 
     Index, mapping and reads come from one descriptor: packing replaces a file by renaming, and
-    whoever opens its name twice may get the labels of one and the pixels of another. Closed with
-    the object, or by `close`; safe in threads and after a fork.
+    a second opening by name may find another file, and mix labels of one with pixels of the other.
+    Closed with the object, or by `close`; safe in threads and after a fork.
 
     >>> with FileReader("photos.h5") as file:
     ...     item = file.item(file.index.extents["images"], 3)

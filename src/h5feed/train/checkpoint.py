@@ -170,7 +170,7 @@ def _check_bytes(path: Path) -> None:
     if damaged is not None:
         raise UsageError(
             f"{path} is damaged: {damaged} in it is not what was saved. Go on from another "
-            "checkpoint of the run (best.pt, or a copy) under this name, or begin anew"
+            "checkpoint of the run (best.pt, or a copy) under this name, or start again"
         )
 
 

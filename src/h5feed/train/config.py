@@ -476,7 +476,7 @@ def below_one(options: object, *names: str) -> None:
 def write_config(config: TrainConfig, path: Path) -> None:
     """Write `config` as JSON that `read_config` reads back equal, its paths absolute.
 
-    So the run can be gone on with from another working directory.
+    So the run can be resumed from another working directory.
 
     >>> write_config(TrainConfig(train=Path("photos.h5"), epochs=3), Path("config.json"))
     >>> read_config(Path("config.json")).epochs

@@ -337,7 +337,7 @@ class MetricsLog:
                 file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
             if not config.resume:
                 for name in (LAST, BEST, CURVES, CONFUSION, PREDICTIONS, PER_CLASS):
-                    # Last of all: a full disk leaves what can be gone on with.
+                    # Last of all: after a full disk the run can still be resumed.
                     (out / name).unlink(missing_ok=True)
             for path in kept_checkpoints(out):
                 if not config.resume or int(path.stem.removeprefix("step-")) > self._step:

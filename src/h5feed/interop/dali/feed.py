@@ -26,7 +26,7 @@ Indices = NDArray[np.int64]
 
 OnDamage = Literal["raise", "skip", "mark"]
 """What a damaged item does: raise at once; let another stand in; or come as a black image whose
-index i is given as ~i, so that whoever takes the batch can tell."""
+index i is given as ~i, so that the iterator can tell."""
 
 _LOOKED_UP = 4  # items of a batch, to tell whether it is in memory: a system call each
 

@@ -322,7 +322,7 @@ class PipelineFactory:
         return running
 
     def keep(self, running: RunningPipeline | None) -> None:
-        """Keep a pipeline for the pass that follows; None: let go of it."""
+        """Keep a pipeline for the next pass; None: drop the one kept."""
         self._idle = running
 
     def note_unreadable(self, order: Order, steps: Steps, step: int) -> bool:

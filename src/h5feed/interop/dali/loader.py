@@ -165,7 +165,7 @@ class DaliLoader(PackedLoader):
         )
 
     def close(self) -> None:
-        """Let go of the pipeline that waits for the next pass, its threads and processes."""
+        """End the pipeline that waits for the next pass, with its threads and processes."""
         self._factory.keep(None)
 
     def pipeline(self) -> Any:
