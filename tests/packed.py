@@ -2,11 +2,13 @@
 
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
 import numpy as np
 
+from h5feed.jpeg import restart_segments
 from h5feed.store import (
     Columns,
     finalize,
@@ -17,7 +19,7 @@ from h5feed.store import (
     write_file,
 )
 from h5feed.store.fields import FieldType, FieldValues, continue_checksums
-from h5feed.store.layout import LIBVER, fingerprint
+from h5feed.store.layout import LIBVER, fingerprint, segment_offsets
 
 
 def image_spec(encoding="raw", size=(32, 32), fit="stretch"):
@@ -32,12 +34,17 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     """Pack `images` (a list of uint8 arrays or bytes, as `spec` stores them) into `path`.
 
     Further keyword arguments: masks (list of (H, W, 1) arrays), source_shapes, stored_shapes,
-    letterbox, keys, further (FieldValues by name).
+    segments (list of uint16 arrays, of jpeg), letterbox, keys, further (FieldValues by name).
     """
     count = len(images)
     spec = spec or image_spec(size=images[0].shape[:2])
     payloads = {"images": images}
     fields = [spec]
+    if spec.encoding == "jpeg":
+        counts = np.diff(segment_offsets(kwargs["stored_shapes"])) // 2
+        payloads["images/segments"] = kwargs.get("segments") or [
+            segments_of(image, count) for image, count in zip(images, counts, strict=True)
+        ]
     if "masks" in kwargs:
         payloads["masks"] = kwargs["masks"]
         fields.append(kwargs.get("mask_spec") or masks_spec(spec))
@@ -84,6 +91,14 @@ def further_fields(count):
     }
 
 
+def segments_of(image, count):
+    """The lengths of a JPEG's segments; of something broken as many as its place asks for."""
+    with suppress(ValueError):
+        if len(found := restart_segments(bytes(image))) == count:
+            return found
+    return np.ones(count, "<u2")
+
+
 def write_sparse(path, count, side):
     """A file of `count` black images whose pixels are a hole: as large as wanted, on no disk."""
     spec = image_spec(size=(side, side))
@@ -115,7 +130,7 @@ def write_provenance(path, text):
     extents = index.extents
     seal = fingerprint(
         [extent.spec for extent in extents.values()],
-        [extent.start for extent in extents.values()],
+        index.starts,
         index,
         text,
         {name: extent.offsets for name, extent in extents.items()},

@@ -2,7 +2,7 @@
 
     python tools/bench_decode.py FILE.h5 ...
 
-For each file packed with --store jpeg or original, and crops of several sizes: CPU time per image
+For each file packed with --store jpeg, and crops of several sizes: CPU time per image
 on one thread to decode the whole image, only the part that the crop needs, and the smallest
 version that libjpeg-turbo's scaled decoding (1/2, 1/4, 1/8) offers above the crop's size; and how
 far the crop made of that version lies from the crop of the whole image (antialiased both).
@@ -23,21 +23,22 @@ from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.augment.cpu import crop_image
 from h5feed.bench.system import describe_machine, machine_facts
 from h5feed.feed.files import PackedFiles
+from h5feed.feed.image import JpegItems
 from h5feed.feed.random import SeededDraws
 from h5feed.feed.sampling import Drawing
-from h5feed.jpeg import decode_jpeg, decode_jpeg_region, read_header
+from h5feed.jpeg import decode_jpeg, read_header
 
 SIDES = (224, 112, 64, 32)
 ROUNDS = 5
 Box = tuple[int, int, int, int]
 
 
-def boxes_of(files: PackedFiles, items: np.ndarray, side: int) -> list[Box]:
-    """Return the boxes that RandomResizedCrop(side) reads of each image."""
+def boxes_of(files: PackedFiles, items: np.ndarray, side: int) -> np.ndarray:
+    """Return the boxes (n, 4) that RandomResizedCrop(side) reads of each image."""
     pipeline = Pipeline([RandomResizedCrop(side)])
     pipeline.bind(None)
     params = Drawing(files, pipeline)(SeededDraws(0, 0, items), items)
-    return [tuple(row) for row in pipeline.source_rows(params).tolist()]
+    return pipeline.source_rows(params)
 
 
 def scaled(data: bytes, box: Box, side: int) -> np.ndarray:
@@ -71,6 +72,21 @@ def microseconds(work: Callable[[bytes, Box], object], jobs: list[tuple[bytes, B
     return min(found) * 1e6
 
 
+def microseconds_of_parts(
+    files: PackedFiles, items: np.ndarray, boxes: np.ndarray, scratch: np.ndarray
+) -> float:
+    """Return CPU time per image to decode the parts that H5Loader would, 64 at a time."""
+    parts, found = JpegItems(files, "images"), []
+    for _ in range(ROUNDS):
+        began = time.thread_time()
+        for a in range(0, len(items), 64):
+            some = slice(a, a + 64)
+            for _ in parts.decode_regions(items[some], boxes[some], lambda size: scratch[:size]):
+                pass
+        found.append((time.thread_time() - began) / len(items))
+    return min(found) * 1e6
+
+
 def measure(path: Path, count: int) -> None:
     """Print the rows of one file."""
     files = H5Dataset(path).files
@@ -88,13 +104,11 @@ def measure(path: Path, count: int) -> None:
     print(f"\n{path.name}: store={spec.encoding}, {np.median(shapes, axis=0).astype(int)} pixels")
     print("RandomResizedCrop   whole us  part us  scaled us  scaled crop: max, mean off, PSNR")
     for side in SIDES:
-        jobs = [
-            (data[int(i)], box)
-            for i, box in zip(upright, boxes_of(files, upright, side), strict=True)
-        ]
+        boxes = boxes_of(files, upright, side)
+        jobs = [(data[int(i)], box) for i, box in zip(upright, boxes.tolist(), strict=True)]
         times = [
             microseconds(whole, jobs),
-            microseconds(lambda content, box: decode_jpeg_region(content, box, scratch), jobs),
+            microseconds_of_parts(files, upright, boxes, scratch),
             microseconds(lambda content, box, side=side: scaled(content, box, side), jobs),
         ]
         off = np.array([distance(content, box, side) for content, box in jobs])

@@ -6,8 +6,9 @@ Sources: ITU-T T.81 (annex B: markers), Exif 2.32 section 4.6 (the orientation t
 import io
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import cv2
@@ -24,19 +25,24 @@ __all__ = [
     "MAX_SCANS",
     "Box",
     "JpegHeader",
+    "JpegRegions",
+    "SegmentsError",
     "check_scans",
     "decode_jpeg",
-    "decode_jpeg_region",
     "decode_strictly",
     "encode_jpeg",
     "nv12_to_rgb",
     "orient",
     "pixels_in_bands",
     "read_header",
+    "restart_segments",
     "rgb_to_nv12",
+    "segment_grid",
+    "splice_regions",
 ]
 
 UInt8 = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 Box = tuple[int, int, int, int]
 """Top, left, height, width in pixels."""
 
@@ -68,6 +74,7 @@ _ORIENTATION_TAG = 0x0112
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 _BAND_PIXELS = 1 << 20
+_MCU = 16  # pixels of an MCU's side in what encode_jpeg makes: 4:2:0
 
 _CHROMA = np.array([[-37.797, -74.203, 112, 128 * 255], [112, -93.786, -18.214, 128 * 255]]) / 255
 """Cb and Cr of 8-bit RGB and 1, limited range (ITU-R BT.601-7, section 2.5.1)."""
@@ -312,145 +319,176 @@ def _decode_forgiving(data: bytes) -> UInt8:
 
 
 # Decoding only the part that a crop needs. A restart marker resets the entropy coder, so the bytes
-# between two of them can be decoded without those before. `decode_jpeg_region` builds a smaller
-# JPEG file of the header, with its height and width patched, and of the segments that the crop
-# touches, and decodes that. One more pixel on each side is kept for the chroma upsampling, which
-# looks at its neighbors, so that every pixel of the crop is exactly what decoding the whole gives.
+# between two of them can be decoded without those before. `splice_regions` builds a smaller JPEG
+# file of the header, with its height and width patched, and of the segments that the crop touches.
+# One more pixel on each side is kept for the chroma upsampling, which looks at its neighbors, so
+# that every pixel of the crop is exactly what decoding the whole gives. Nothing is parsed: where a
+# segment lies is known from the lengths of all, and numpy works that out for many images at once.
 # Source: ITU-T T.81, sections B.2.1 (order of segments), E.1.4 and F.2.1.3 (restart intervals).
 
 
-def decode_jpeg_region(
-    data: Any, box: Box, scratch: UInt8 | None = None, *, ours: JpegHeader | None = None
-) -> tuple[UInt8, int, int]:
-    """Decode at least the pixels of `box` (top, left, height, width) of a JPEG file.
+def segment_grid(height: Any, width: Any) -> tuple[Any, Any]:
+    """Return how many rows and columns of restart segments `encode_jpeg` makes of these sizes.
 
-    Returns (pixels, top, left): RGB uint8 (h, w, 3), C-contiguous, whose pixel (0, 0) is the
-    image's (top, left). Without usable restart markers that is the whole image. The EXIF
-    orientation is not applied, and `box` is one of the image as stored.
+    Of ints or of int arrays.
 
-    `scratch`, uint8 (n,), is where the pixels land if they fit: fresh memory costs up to half
-    as much again as the decoding (page faults). `ours` is the header of a file that `encode_jpeg`
-    made, of which nothing is forgiven. Raises ValueError with the reason; damage outside the
-    region goes unnoticed.
-
-    >>> data = encode_jpeg(np.zeros((256, 256, 3), np.uint8), 90)
-    >>> pixels, top, left = decode_jpeg_region(data, (100, 100, 20, 20))
-    >>> pixels.shape, top, left
-    ((32, 32, 3), 96, 96)
+    >>> segment_grid(256, 256), segment_grid(100, 75)
+    ((16, 8), (7, 5))
     """
-    data = bytes(data)
-    header = read_header(data) if ours is None else ours
-    region = _Region.around(header, box)
-    if _can_splice(header) and not region.is_whole:
-        spliced = _splice(data, header, region)
-        if spliced is not None:
-            out = _room(scratch, region.height, region.width)
-            try:
-                return _decode_part(spliced, out, ours), region.top, region.left
-            except ValueError:
-                pass  # the whole file decides, and says what is wrong
-    return _decode_part(data, _room(scratch, header.height, header.width), ours), 0, 0
+    across = -(-width // _MCU)
+    return -(-height // _MCU), across // _restart_interval(across)
 
 
-def _decode_part(data: Any, out: UInt8 | None, ours: JpegHeader | None) -> UInt8:
-    if ours is not None:
-        return decode_strictly(data, out)
-    return decode_jpeg(data, out, apply_orientation=False)
+def restart_segments(data: bytes) -> npt.NDArray[np.uint16]:
+    """Return the lengths (bytes) of the restart segments of what `encode_jpeg` made, in order.
+
+    Each with the marker that ends it, RST or EOI. ValueError where they are not those of
+    `segment_grid`.
+    """
+    header = read_header(data)
+    made = header.mcu_height, header.mcu_width, header.restart_interval
+    interval = _restart_interval(-(-header.width // _MCU))
+    scan = np.frombuffer(data, np.uint8, offset=header.scan_start)
+    marks = (scan[:-1] == 0xFF).nonzero()[0] + 1
+    codes = scan[marks]
+    ends = marks[(codes & 0xF8 == 0xD0) | (codes == _EOI)] + 1
+    lengths = np.diff(ends, prepend=0)
+    down, across = segment_grid(header.height, header.width)
+    is_ours = made == (_MCU, _MCU, interval) and len(lengths) == down * across
+    if not is_ours or ends[-1] != len(scan) or lengths.max() > 0xFFFF:
+        raise ValueError("it has other restart segments than pack-h5 writes")
+    return np.asarray(lengths, "<u2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Region:
-    """The segments that a box touches: rows r0 to r1 and columns c0 to c1 of their grid."""
+class JpegRegions:
+    """Parts of JPEG files, each a file of its own to be decoded by `decode_strictly`."""
 
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    grid: tuple[int, int]
-    top: int
-    left: int
-    height: int
-    width: int
-
-    @classmethod
-    def around(cls, header: JpegHeader, box: Box) -> "_Region":
-        tall, wide = header.mcu_height, header.mcu_width * max(header.restart_interval, 1)
-        r0, r1, bottom = _span(box[0], box[2], header.height, tall)
-        c0, c1, right = _span(box[1], box[3], header.width, wide)
-        return cls(
-            rows=(r0, r1),
-            columns=(c0, c1),
-            grid=(-(-header.height // tall), -(-header.width // wide)),
-            top=r0 * tall,
-            left=c0 * wide,
-            height=bottom - r0 * tall,
-            width=right - c0 * wide,
-        )
-
-    @property
-    def is_whole(self) -> bool:
-        return (self.rows, self.columns) == ((0, self.grid[0]), (0, self.grid[1]))
+    files: list[memoryview]
+    places: list[list[int]]
+    """Top, left, height, width of each part in its image."""
 
 
-def _span(start: int, length: int, size: int, step: int) -> tuple[int, int, int]:
-    """Return first and last+1 segment, and the last pixel+1, with one pixel to each side."""
-    first = max(start - 1, 0) // step
-    last = min(start + length, size - 1) // step + 1
-    return first, last, min(last * step, size)
+def splice_regions(
+    data: UInt8,
+    starts: Ints,
+    sizes: Ints,
+    headers: Sequence[tuple[JpegHeader, bytes]],
+    segments: npt.NDArray[np.uint16],
+    boxes: Ints,
+) -> JpegRegions:
+    """Make files of at least the pixels of `boxes` out of n JPEG files that `encode_jpeg` made.
+
+    `starts` and `sizes` (n) say where in `data`, uint8 (bytes,), each file lies; `headers` what
+    each begins with, parsed and in bytes; `segments` are the lengths of `restart_segments`, of all
+    files one after the other; `boxes` (n, 4) top, left, height, width. Raises SegmentsError for
+    the first file whose segments are not those of its bytes: each must end in its own marker.
+
+    >>> image = encode_jpeg(np.zeros((256, 256, 3), np.uint8), 90)
+    >>> header, where = read_header(image), np.array([0])
+    >>> made = splice_regions(
+    ...     np.frombuffer(image, np.uint8), where, where + len(image),
+    ...     [(header, image[: header.scan_start])], restart_segments(image),
+    ...     np.array([[100, 100, 20, 20]]),
+    ... )
+    >>> made.places[0], decode_strictly(made.files[0]).shape
+    ([96, 96, 25, 25], (25, 25, 3))
+    """
+    facts = np.array([(h.scan_start, h.height_at, h.height, h.width) for h, _ in headers], np.int64)
+    head, size_at, height, width = facts.T
+    down, across = segment_grid(height, width)
+    counts = down * across
+    firsts = counts.cumsum() - counts  # in `segments`, of each file's
+    ends = np.zeros(len(segments) + 1, np.int64)
+    segments.cumsum(out=ends[1:])
+    base = starts + head - ends[firsts]  # what makes an address in `data` of one in `ends`
+    _check_segments(data, ends, base, counts, starts + sizes)
+
+    rows, columns, places = _touched(boxes, height, width, across)
+    all_across = columns[1] - columns[0] == across  # whose rows lie back to back
+    pieces = np.where(all_across, 1, rows[1] - rows[0])
+    wide = np.where(all_across, (rows[1] - rows[0]) * across, columns[1] - columns[0])
+    of = np.repeat(np.arange(len(starts)), pieces)
+    first = (firsts + rows[0] * across + columns[0])[of] + _counted(pieces) * across[of]
+    last = first + wide[of]
+    froms, untils = (base[of] + ends[first]).tolist(), (base[of] + ends[last]).tolist()
+
+    view = data.data
+    ranges = zip(froms, untils, strict=True)
+    parts: list[bytes | memoryview] = []
+    for (_, content), count in zip(headers, pieces.tolist(), strict=True):
+        parts.append(content)
+        parts += [view[a:b] for a, b in islice(ranges, count)]
+    joined = bytearray().join(parts)
+
+    # Every segment came with the marker that closed it; they count from RST0 again in each file.
+    used = pieces * wide
+    lengths = segments[np.repeat(first, wide[of]) + _counted(wide[of])]
+    stops = lengths.cumsum(dtype=np.int64) + np.repeat(head.cumsum(), used)
+    marks = 0xD0 | (_counted(used) & 7)
+    closing = used.cumsum() - 1
+    marks[closing] = _EOI
+    memory = np.frombuffer(joined, np.uint8)
+    memory[stops - 1] = marks
+    until = stops[closing]
+    begin = np.concatenate(([0], until[:-1]))
+    sides = np.stack([places[:, 2] >> 8, places[:, 2], places[:, 3] >> 8, places[:, 3]], axis=1)
+    memory[(begin + size_at)[:, None] + np.arange(4)] = sides & 0xFF
+    whole = memoryview(joined)
+    files = [whole[a:b] for a, b in zip(begin.tolist(), until.tolist(), strict=True)]
+    return JpegRegions(files=files, places=places.tolist())
 
 
-def _can_splice(header: JpegHeader) -> bool:
-    """Whether the one scan is a grid of segments, each within a row of MCUs."""
-    across = -(-header.width // header.mcu_width)
-    return (
-        header.restart_interval > 0
-        and header.frame in _HUFFMAN
-        and header.scan_components == header.components
-        and across % header.restart_interval == 0
-    )
+class SegmentsError(ValueError):
+    """The segments of a file are not those of its bytes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("the lengths of its restart segments are not those of its bytes")
+        self.number = number
+        """Which of the files given."""
 
 
-def _splice(data: bytes, header: JpegHeader, region: _Region) -> bytearray | None:
-    """Return the smaller file; None where the segments are not what the header promises."""
-    down, across = region.grid
-    ends = _segment_ends(data, header.scan_start)
-    if len(ends) != down * across:
-        return None
-    starts = np.concatenate(([header.scan_start], ends[:-1])).reshape(down, across)
-    ends = ends.reshape(down, across)
-    (r0, r1), (c0, c1) = region.rows, region.columns
-    firsts, lasts = starts[r0:r1, c0].tolist(), ends[r0:r1, c1 - 1].tolist()
-    head = _patched_header(data, header, region)
-    pieces = [data[first:last] for first, last in zip(firsts, lasts, strict=True)]
-    spliced = bytearray(head + b"".join(pieces))
-    # Every segment came with the marker that closed it; they now count from RST0 again.
-    lengths = ends[r0:r1, c0:c1] - starts[r0:r1, c0:c1]
-    marks = lengths.cumsum() + (len(head) - 1)
-    view = np.frombuffer(spliced, np.uint8)
-    view[marks] = 0xD0 | (np.arange(len(marks)) & 7)
-    view[-1] = _EOI
-    return spliced
+def _check_segments(data: UInt8, ends: Ints, base: Ints, counts: Ints, stops: Ints) -> None:
+    """Raise SegmentsError for the first file of which a segment ends elsewhere than it says."""
+    closing = counts.cumsum()
+    lasts = ends[1:] + (np.repeat(base, counts) - 1)  # the byte that closes each segment
+    codes = 0xD0 | (_counted(counts) & 7)
+    codes[closing - 1] = _EOI
+    wrong = data.take(lasts, mode="clip") != codes  # what lies outside is found wrong below
+    wrong |= data.take(lasts - 1, mode="clip") != 0xFF
+    wrong[closing - 1] |= lasts[closing - 1] + 1 != stops
+    if wrong.any():
+        raise SegmentsError(int(np.searchsorted(closing, wrong.argmax(), side="right")))
 
 
-def _patched_header(data: bytes, header: JpegHeader, region: _Region) -> bytes:
-    at = header.height_at
-    size = region.height.to_bytes(2, "big") + region.width.to_bytes(2, "big")
-    return data[:at] + size + data[at + 4 : header.scan_start]
+def _touched(boxes: Ints, height: Ints, width: Ints, across: Ints) -> tuple[Any, Any, Ints]:
+    """Return the first and last+1 row and column of segments that boxes need, and their places.
+
+    libjpeg-turbo upsamples chroma of up to 2 samples a row in another way: so there are 5 pixels,
+    where the image has as many.
+    """
+    step = _MCU * (-(-width // _MCU) // across)  # pixels that a segment is wide
+    y, x, h, w = boxes.T
+    r0 = np.maximum(y - 1, 0) // _MCU
+    c0 = np.maximum(np.minimum(x - 1, width - 5), 0) // step
+    bottom, right = np.minimum(y + h + 1, height), np.minimum(x + w + 1, width)
+    top, left = r0 * _MCU, c0 * step
+    right = np.maximum(right, np.minimum(left + 5, width))
+    r1, c1 = -(-bottom // _MCU), -(-right // step)
+    # all MCUs of a segment are to be part of the smaller image
+    right = np.maximum(right, c1 * step - (_MCU - 5))
+    places = np.stack([top, left, bottom - top, np.minimum(right, width) - left], axis=1)
+    return (r0, r1), (c0, c1), places
 
 
-def _segment_ends(data: bytes, start: int) -> npt.NDArray[np.intp]:
-    """Return where each entropy-coded segment ends, its closing marker (RST or EOI) included."""
-    scan = np.frombuffer(data, np.uint8, offset=start)
-    marks = (scan[:-1] == 0xFF).nonzero()[0] + 1
-    codes = scan[marks]
-    ends: npt.NDArray[np.intp] = marks[(codes & 0xF8 == 0xD0) | (codes == _EOI)] + (start + 1)
-    return ends
+def _counted(counts: Ints) -> Ints:
+    """Return 0, 1, … for each of `counts`, one after the other.
 
-
-def _room(scratch: UInt8 | None, height: int, width: int) -> UInt8 | None:
-    """Return a (height, width, 3) view of the start of `scratch`, or None if it is too small."""
-    size = height * width * 3
-    if scratch is None or len(scratch) < size:
-        return None
-    return scratch[:size].reshape(height, width, 3)
+    >>> _counted(np.array([2, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
 def pixels_in_bands(image: Image.Image, convert: Callable[[Image.Image], UInt8]) -> UInt8:
@@ -491,7 +529,7 @@ def encode_jpeg(pixels: UInt8, quality: int) -> bytes:
     """Encode RGB uint8 (H, W, 3) as a 4:2:0 baseline JPEG, `quality` 1 to 100 as in libjpeg.
 
     A restart marker follows every two MCUs (32 pixels), so that a reader can decode just the
-    part a crop needs (`decode_jpeg_region`). It costs 2 % of the bytes at 256² and quality 90
+    part a crop needs (`splice_regions`). It costs 2 % of the bytes at 256² and quality 90
     (measured on 500 photos), and at most 5 % of the time to decode the whole. Raises
     ValueError for a side over MAX_JPEG_SIDE.
     """
@@ -503,15 +541,15 @@ def encode_jpeg(pixels: UInt8, quality: int) -> bytes:
         cv2.IMWRITE_JPEG_SAMPLING_FACTOR,
         cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
         cv2.IMWRITE_JPEG_RST_INTERVAL,
-        _restart_interval(pixels.shape[1]),
+        int(_restart_interval(-(-pixels.shape[1] // _MCU))),
     ]
     return cv2.imencode(".jpg", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR), options)[1].tobytes()
 
 
-def _restart_interval(width: int) -> int:
+def _restart_interval(across: Any) -> Any:
     """Return MCUs per restart interval: a divisor of a row's, so that rows begin with one."""
-    across = -(-width // 16)
-    return next((mcus for mcus in (2, 3) if across % mcus == 0), 1)
+    even, threes = across % 2 == 0, across % 3 == 0
+    return 1 + even + 2 * (threes > even)
 
 
 def rgb_to_nv12(pixels: UInt8) -> UInt8:

@@ -9,12 +9,15 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as F
 
+from h5feed.augment import CenterCrop
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.feed.dataset import H5Dataset
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import JpegItems, source_size
+from h5feed.feed.loader import H5Loader
 from h5feed.feed.sheet import contact_sheet
-from h5feed.jpeg import encode_jpeg, nv12_to_rgb, read_header, rgb_to_nv12
+from h5feed.jpeg import encode_jpeg, nv12_to_rgb, read_header, restart_segments, rgb_to_nv12
+from h5feed.store.check import check_file
 from mapped import is_view
 from packed import image_spec, random_images, write_packed
 
@@ -315,3 +318,75 @@ def test_an_original_of_thousands_of_scans_is_refused(tmp_path):
     ds = H5Dataset(crafted(tmp_path, data[:-2] + last * 3000 + data[-2:], "original"))
     with pytest.raises(DamagedItemError, match="it has more than 100 scans, which no encoder wr"):
         ds[0]
+
+
+@pytest.mark.parametrize("io", ["map", "read"])
+@pytest.mark.parametrize("way", ["longer", "moved", "nothing", "other item's"])
+def test_forged_segments_are_a_damaged_item(tmp_path, way, io):
+    images = [encode_jpeg(ramp(48, 64, seed), 90) for seed in range(4)]
+    segments = [restart_segments(image) for image in images]
+    forged = segments[2].copy()
+    if way == "longer":
+        forged[1] += 1
+    elif way == "moved":
+        forged[1:3] += np.array([2, -2]).astype("<u2")
+    elif way == "nothing":
+        forged[:] = 0
+    else:
+        forged = segments[3]
+    good = write_packed(
+        tmp_path / "good.h5", images, spec=image_spec("jpeg", (48, 64)), stored_shapes=shapes(4)
+    )
+    path = write_packed(
+        tmp_path / "bad.h5",
+        images,
+        spec=image_spec("jpeg", (48, 64)),
+        stored_shapes=shapes(4),
+        segments=[*segments[:2], forged, segments[3]],
+    )
+    options = {"augment": [CenterCrop(20)], "num_workers": 1, "io": io}
+    text = re.escape(
+        f"{path}: item 2 of /images (key '0/ü2.png') cannot be decoded: the lengths of its restart "
+        'segments are not those of its bytes; check-h5 lists every damaged item, and on_error="sk'
+    )
+    with (
+        H5Loader(H5Dataset(path), 4, **options) as loader,
+        pytest.raises(DamagedItemError, match=text),
+    ):
+        next(iter(loader))
+    expected = next(iter(H5Loader(H5Dataset(good), 4, **options)))[0]
+    found = next(iter(H5Loader(H5Dataset(path), 4, on_error="skip", **options)))[0]
+    assert torch.equal(found, expected[[0, 1, 3, 3]])
+    assert [(d.index, d.error) for d in check_file(path).damaged] == [
+        (2, "the lengths of its restart segments are not those of its bytes")
+    ]
+
+
+def shapes(count):
+    return np.tile(np.int32([48, 64]), (count, 1))
+
+
+def test_crops_of_several_files_and_sizes_are_those_of_the_whole_images(tmp_path):
+    rng = np.random.default_rng(3)
+    sizes = rng.integers(20, 90, (9, 2)).astype(np.int32)
+    images = [encode_jpeg(ramp(h, w, seed), 90) for seed, (h, w) in enumerate(sizes.tolist())]
+    spec = image_spec("jpeg", (20, 20), "keep")
+    paths = [
+        write_packed(tmp_path / f"{a}.h5", images[a:b], spec=spec, stored_shapes=sizes[a:b])
+        for a, b in ((0, 4), (4, 9))
+    ]
+    pixels = PackedFiles(paths)
+    indices = rng.permutation(9)
+    boxes = np.array([[h // 3, w // 4, h // 2, w // 2] for h, w in sizes[indices].tolist()])
+    for source in (pixels, pixels.reading()):
+        found = JpegItems(source, "images").decode_regions(
+            indices, boxes, lambda size: np.empty(size, np.uint8)
+        )
+        for index, (y, x, h, w), (part, top, left) in zip(
+            indices.tolist(), boxes.tolist(), found, strict=True
+        ):
+            whole = JpegItems(source, "images").decode(index)[y : y + h, x : x + w]
+            np.testing.assert_array_equal(part[y - top :, x - left :][:h, :w], whole)
+    assert pixels.item_bytes(np.arange(9)).sum() == sum(map(len, images)) + 2 * sum(
+        len(restart_segments(image)) for image in images
+    )

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
-from h5feed.feed.image import JpegItems
+from h5feed.feed import image as feed_image
 from h5feed.feed.random import SeededDraws
 from h5feed.feed.rows import Augmented, WholeItems
 from images import smooth
@@ -244,15 +244,17 @@ def test_views_differ_and_each_is_a_function_of_the_sample(ds, on):
 @pytest.mark.parametrize(
     ("kind", "on", "decode"),
     [
-        ("jpeg", "cpu", "decode_region"),
-        ("original", "cpu", "decode"),
-        ("jpeg", "device", "decode"),
+        ("jpeg", "cpu", "decode_strictly"),
+        ("original", "cpu", "decode_jpeg"),
+        ("jpeg", "device", "decode_strictly"),
     ],
 )
 def test_views_are_made_of_one_decoding(tmp_path, monkeypatch, kind, on, decode):
     ds = H5Dataset(write_kind(tmp_path / "a.h5", kind))
-    real, calls = getattr(JpegItems, decode), []
-    monkeypatch.setattr(JpegItems, decode, lambda *args: (calls.append(1), real(*args))[1])
+    real, calls = getattr(feed_image, decode), []
+    monkeypatch.setattr(
+        feed_image, decode, lambda *args, **o: (calls.append(1), real(*args, **o))[1]
+    )
     load(ds, augment=CROP, views=3, augment_on=on)
     assert len(calls) == 12
 

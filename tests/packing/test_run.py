@@ -3,6 +3,7 @@ import json
 import os
 from collections import namedtuple
 from dataclasses import fields
+from itertools import pairwise
 
 import h5py
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 
 from h5feed.errors import PackError, UsageError
 from h5feed.feed.facts import file_facts
+from h5feed.jpeg import restart_segments
 from h5feed.packing import PackOptions, encode, journal, output, pack, workers
 from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
@@ -486,3 +488,16 @@ def test_a_name_cannot_write_on_the_terminal(folder, out, capsys):
     summary = pack(folder, out, size=SIZE, num_workers=1, progress=True)
     assert "skipped cats/a\\n\\x1b[31mb.jpg: empty file\n" in capsys.readouterr().err
     assert summary.skipped == (("cats/a\n\x1b[31mb.jpg", "empty file"),)
+
+
+@pytest.mark.parametrize("fit", ["stretch", "keep"])
+def test_segments_are_those_of_the_items(folder, out, fit):
+    pack(folder, out, size=48, store="jpeg", fit=fit, any_size=True, num_workers=0)
+    with h5py.File(out) as file:
+        data, ends = file["images/bytes"][()].tobytes(), file["images/offsets"][()].tolist()
+        segments = file["images/segments"][()]
+    expected = [restart_segments(data[a:b]) for a, b in pairwise(ends)]
+    assert (len({len(item) for item in expected}) > 1) == (fit == "keep")
+    np.testing.assert_array_equal(segments, np.concatenate(expected))
+    assert check_file(out).is_sound
+    assert sorted(path.name for path in out.parent.glob(out.name + "*")) == [out.name]

@@ -1,6 +1,7 @@
 """Files that are not what they claim: each gets one clear H5FormatError at opening."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from h5feed.errors import H5FormatError
+from h5feed.jpeg import encode_jpeg
 from h5feed.store import read_index
 from h5feed.store.check import check_file
-from h5feed.store.layout import canonical_json, fingerprint
+from h5feed.store.layout import LIBVER, canonical_json, fingerprint
 from packed import image_spec, mask_spec, random_images, write_packed, write_provenance
 
 
@@ -497,3 +499,45 @@ def fingerprint_at(path, start):
     spec = index.extents["images"].spec
     text = canonical_json(index.provenance)
     return fingerprint([spec], [start], index, text, {"images": None}, {"images": None})
+
+
+def jpeg_file(path):
+    images = [encode_jpeg(image, 90) for image in random_images(3)]
+    shapes = np.full((3, 2), 32, np.int32)
+    return write_packed(path, images, spec=image_spec("jpeg"), stored_shapes=shapes)
+
+
+def test_store_jpeg_without_segments_is_said_to_be_of_an_older_h5feed(tmp_path):
+    path = jpeg_file(tmp_path / "x.h5")
+    with h5py.File(path, "r+") as file:
+        del file["images/segments"]
+    assert refusal(path) == (
+        f"{path}: /images has no segments, the lengths of restart segments that every file of "
+        "store=jpeg must have (it is of an h5feed before 0.1.0); pack the images again with pack-h5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.ones(11, "<u2"), r"/images/segments is uint16 \(11,\), not <u2 \(6,\)"),
+        (np.ones(6, "<u4"), r"/images/segments is uint32 \(6,\), not <u2 \(6,\)"),
+        (np.ones((2, 3), "<u2"), r"/images/segments is uint16 \(2, 3\), not <u2 \(6,\)"),
+    ],
+)
+def test_segments_of_another_number_or_type(tmp_path, array, said):
+    path = jpeg_file(tmp_path / "x.h5")
+    with h5py.File(path, "r+") as file:
+        del file["images/segments"]
+        file["images/segments"] = array
+    assert re.search(said, refusal(path))
+
+
+def test_segments_at_another_address_do_not_have_the_fingerprint(tmp_path):
+    path = jpeg_file(tmp_path / "x.h5")
+    with h5py.File(path, "r+", libver=LIBVER) as file:
+        values = file["images/segments"][()]
+        file.move("images/segments", "old")
+        file["images/segments"] = values
+        del file["old"]
+    assert "its fingerprint does not match" in refusal(path)

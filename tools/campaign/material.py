@@ -20,6 +20,7 @@ from PIL import Image, ImageOps
 
 from h5feed.cli import pack
 from h5feed.packing import journal, workers
+from h5feed.store.layout import segment_offsets
 
 __all__ = [
     "Kind",
@@ -155,9 +156,13 @@ def sha256(path: Path) -> str:
 
 
 def bytes_of(path: Path) -> list[bytes]:
-    """Return what is stored of each item, image then mask, as h5py alone reads it."""
+    """Return what is stored of each item, image, segments, then mask, as h5py alone reads it."""
     with h5py.File(path, "r") as file:
         readers = [_reader(file[name]) for name in ("images", "masks") if name in file]
+        if "images/segments" in file:
+            ends = segment_offsets(file["images/shapes"][()]).tolist()
+            lengths = file["images/segments"][()].tobytes()
+            readers.insert(1, lambda index: lengths[ends[index] : ends[index + 1]])
         return [b"".join(read(i) for read in readers) for i in range(len(file["labels"]))]
 
 

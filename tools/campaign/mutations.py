@@ -18,7 +18,7 @@ from material import BROKEN, Kind, bytes_of, truth
 from reading import Refused, refusals, use
 
 from h5feed import H5Dataset
-from h5feed.store import check_file, read_index
+from h5feed.store import FileReader, check_file, read_index
 
 __all__ = ["forged", "mutated_metadata", "mutated_pixels"]
 
@@ -64,7 +64,8 @@ def mutated_pixels(case: Case) -> None:
     """Bytes of items flipped: check-h5 names those items, and no other item changes."""
     kind, path = _copy(case)
     index = read_index(path)
-    spans = [extent.item_range(i) for extent in index.extents.values() for i in range(len(index))]
+    parts = index.pixel_parts.values()
+    spans = [part.item_range(i) for part in parts for i in range(len(index))]
     data = bytearray(path.read_bytes())
     for start, length in case.random.sample(spans, case.random.randint(1, 3)):
         header = length if case.random.random() < 0.5 else min(length, 700)
@@ -348,8 +349,47 @@ def _item_bytes(case: Case, path: Path) -> None:
         new = bytes(new[:length]).ljust(length, b"\0")
         file.seek(start)
         file.write(new)
+    _mend_crc32(path, item)
+
+
+def _segments(case: Case, path: Path) -> None:
+    """Give an item of store=jpeg other lengths of segments, with its checksum made right."""
+    index = read_index(path)
+    segments = index.extents["images"].segments
+    item = case.random.randrange(len(index))
+    if segments is None or segments.item_range(item)[1] > _MOST_BYTES:
+        return
+    first, length = segments.item_range(item)
     with h5py.File(path, "r+") as file:
-        file["crc32"][item] = zlib.crc32(new)
+        at, count = (first - segments.start) // 2, length // 2
+        lengths = file["images/segments"][at : at + count].astype(np.int64)
+        way, one, other = case.random.randrange(5), *case.random.choices(range(count), k=2)
+        by = case.random.choice([1, 2, 8, 50, -1, 2**15, 2**16 - 1])
+        if way == 0:
+            lengths[one] += by
+        elif way == 1:  # the same sum
+            lengths[one] += by
+            lengths[other] -= by
+        elif way == 2:
+            lengths[[one, other]] = lengths[[other, one]]
+        elif way == 3:
+            lengths[:] = case.random.choice([0, 1, 2, 2**16 - 1])
+        else:  # markers with the same numbers, eight segments later
+            lengths = np.concatenate(
+                [[lengths[:9].sum()], lengths[9:-1], [1] * 8, [lengths[-1] - 8]]
+            )[-count:]
+        file["images/segments"][at : at + count] = (lengths % 2**16).astype("<u2")
+    _mend_crc32(path, item)
+
+
+def _mend_crc32(path: Path, item: int) -> None:
+    """Make an item's checksum that of its bytes."""
+    value = 0
+    with FileReader(path) as reader:
+        for part in reader.index.parts:
+            value = zlib.crc32(reader.read(*part.item_range(item)), value)
+    with h5py.File(path, "r+") as file:
+        file["crc32"][item] = value
 
 
 def _strange_jpeg(case: Case, old: bytes) -> bytes:
@@ -411,5 +451,5 @@ def _arrays(file: h5py.File) -> list[str]:
 FORGERIES: list[Callable[[Case, Path], None]] = [
     _number_attribute, _text_attribute, _attribute_type, _provenance, _array_value, _array_value,
     _array_value, _many_labels, _names, _replace_array, _replace_array, _structure, _item_bytes,
-    _item_bytes, _size, _no_file,
+    _item_bytes, _segments, _segments, _size, _no_file,
 ]  # fmt: skip

@@ -31,7 +31,8 @@ from h5feed.augment import Op
 from h5feed.bench import system
 from h5feed.bench.subjects import Box, draw_box
 from h5feed.feed.files import PackedFiles
-from h5feed.jpeg import decode_jpeg, decode_jpeg_region
+from h5feed.feed.image import JpegItems
+from h5feed.jpeg import decode_jpeg
 
 __all__ = ["CopyLoop", "CropLoop", "RegionDecodeLoop", "disk_rate", "python_seconds"]
 
@@ -148,28 +149,31 @@ class CropLoop(_Loop):
     def _fill(self, indices: Indices, out: UInt8) -> None:
         count = len(self._pixels)
         turns = len(self._boxes) // count
-        for row, index in enumerate(indices.tolist()):
-            box = self._boxes[row % turns * count + index]
-            self._crop(*self._decoded(index, box), out[row])
+        boxes = [
+            self._boxes[row % turns * count + index] for row, index in enumerate(indices.tolist())
+        ]
+        for row, (image, box) in enumerate(self._decoded(indices, boxes)):
+            self._crop(image, box, out[row])
             if row % 2:
                 cv2.flip(out[row], 1, out[row])
 
-    def _decoded(self, index: int, box: Box) -> tuple[UInt8, Box]:
-        """Return an image's pixels, or those around its box, and the box among them."""
-        stored = self._pixels.item("images", index)
+    def _decoded(self, indices: Indices, boxes: Sequence[Box]) -> Iterator[tuple[UInt8, Box]]:
+        """Yield each image's pixels, or those around its box, and the box among them."""
+        for index, box in zip(indices.tolist(), boxes, strict=True):
+            stored = self._pixels.item("images", index)
+            yield self._decode(index, stored), box
+
+    def _decode(self, index: int, data: Any) -> UInt8:
         if self._encoding not in ("jpeg", "original"):
-            return stored, box
-        return self._decode(index, stored, box)
-
-    def _decode(self, index: int, data: Any, box: Box) -> tuple[UInt8, Box]:
+            stored: UInt8 = data
+            return stored
         if self._encoding == "original":
-            return decode_jpeg(data), box  # may have to be turned: its size is not known before
+            return decode_jpeg(data)  # may have to be turned: its size is not known before
         height, width = self._pixels.stored_shapes[index].tolist()
-        return decode_jpeg(data, self._scratch(height, width).reshape(height, width, 3)), box
+        return decode_jpeg(data, self._scratch(height * width * 3).reshape(height, width, 3))
 
-    def _scratch(self, height: int, width: int) -> UInt8:
+    def _scratch(self, size: int) -> UInt8:
         """Memory of this thread, used again: fresh memory costs half as much as the decoding."""
-        size = height * width * 3
         memory: UInt8 | None = getattr(self._memory, "pixels", None)
         if memory is None or len(memory) < size:
             memory = self._memory.pixels = np.empty(size, np.uint8)
@@ -181,10 +185,14 @@ class RegionDecodeLoop(CropLoop):
 
     note = "decodes what the crop needs"
 
-    def _decode(self, index: int, data: Any, box: Box) -> tuple[UInt8, Box]:
-        height, width = self._pixels.stored_shapes[index].tolist()
-        pixels, top, left = decode_jpeg_region(data, box, self._scratch(height, width))
-        return pixels, (box[0] - top, box[1] - left, box[2], box[3])
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        super().__init__(params)
+        self._items = JpegItems(self._pixels, "images")
+
+    def _decoded(self, indices: Indices, boxes: Sequence[Box]) -> Iterator[tuple[UInt8, Box]]:
+        parts = self._items.decode_regions(indices, np.array(boxes), self._scratch)
+        for (image, y, x), (top, left, height, width) in zip(parts, boxes, strict=True):
+            yield image, (top - y, left - x, height, width)
 
 
 class CopyLoop(_Loop):

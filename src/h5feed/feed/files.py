@@ -19,7 +19,16 @@ import numpy.typing as npt
 
 from h5feed.errors import DamagedItemError, H5FormatError, UsageError
 from h5feed.jpeg import MAX_PIXELS
-from h5feed.store import Extent, FieldSpec, FieldType, FileIndex, MappedFile
+from h5feed.store import (
+    SEGMENTS,
+    Extent,
+    FieldSpec,
+    FieldType,
+    FileIndex,
+    MappedFile,
+    SegmentsExtent,
+    payload_names,
+)
 
 __all__ = [
     "BYTES_CHANGED",
@@ -87,6 +96,10 @@ class PackedFiles:
         self._readers = {
             name: [_reader(m, i.extents[name]) for m, i in self._files()] for name in self.specs
         }
+        self._extents: dict[str, list[Extent | SegmentsExtent]] = {
+            name: [index.pixel_parts[name] for index in self.indexes]
+            for name in payload_names(list(self.specs.values()))
+        }
         self._max_pixels = max_pixels
         self._check_max_pixels()
 
@@ -126,6 +139,35 @@ class PackedFiles:
         """
         number, local = self.locate(index)
         return self._readers[field][number](local)
+
+    def payloads(self, name: str, indices: Indices) -> tuple[npt.NDArray[np.uint8], Indices]:
+        """Return the bytes of items (B,) of one of `payload_names`, and where each begins.
+
+        Of a single mapped file that is all of it, and nothing is copied; else they are joined.
+        """
+        number, address, length = self._ranges(name, indices)
+        if self.mapped and len(self._mappings) == 1:
+            return self._mappings[0].data, address
+        ranges = zip(*(a.tolist() for a in (indices, number, address, length)), strict=True)
+        return np.concatenate([self._part(name, *one) for one in ranges]), length.cumsum() - length
+
+    def segments(self, field: str, indices: Indices) -> npt.NDArray[np.uint16]:
+        """Return the lengths of the restart segments of items (B,), one item's after the other."""
+        name = f"{field}/{SEGMENTS}"
+        data, starts = self.payloads(name, indices)
+        stops = (starts + self.lengths(name, indices)).tolist()
+        parts = [data[a:b] for a, b in zip(starts.tolist(), stops, strict=True)]
+        return np.concatenate(parts).view("<u2")
+
+    def lengths(self, name: str, indices: Indices) -> Indices:
+        """int64 (B,): bytes that items have of one of `payload_names`."""
+        return self._ranges(name, indices)[2]
+
+    def _part(
+        self, name: str, index: int, number: int, address: int, length: int
+    ) -> npt.NDArray[np.uint8]:
+        """Return what item `index` has of one of `payload_names`."""
+        return self._mappings[number].data[address : address + length]
 
     def field_bytes(self, name: str, index: int) -> memoryview:
         """Return the bytes of one item of a further field: a read-only view of the file."""
@@ -192,8 +234,8 @@ class PackedFiles:
         """int64 (B,): bytes of each item in the file, all fields together."""
         where = np.asarray(indices, np.int64)
         total = np.zeros(len(where), np.int64)
-        for name in self.specs:
-            total += self._ranges(name, where)[2]
+        for name in self._extents:
+            total += self.lengths(name, where)
         return total
 
     def announce(self, indices: npt.ArrayLike, fields: Sequence[str] | None = None) -> int:
@@ -204,7 +246,7 @@ class PackedFiles:
         """
         where = np.asarray(indices, np.int64)
         total = 0
-        for name in fields or self.specs:
+        for name in payload_names([self.specs[field] for field in fields or self.specs]):
             for number, start, length in _merged(*self._ranges(name, where)):
                 self._mappings[number].announce(start, length)
                 total += length
@@ -227,6 +269,8 @@ class PackedFiles:
         crc = 0
         for field in self.specs:
             crc = zlib.crc32(self.item(field, index).data, crc)
+            if self.specs[field].encoding == "jpeg":
+                crc = zlib.crc32(self.segments(field, np.array([index])).data, crc)
         for field in self.field_types:
             crc = zlib.crc32(self.field_bytes(field, index), crc)
         return crc == int(self.crc32[index])
@@ -264,15 +308,20 @@ class PackedFiles:
     def _files(self) -> list[tuple[MappedFile, FileIndex]]:
         return list(zip(self._mappings, self.indexes, strict=True))
 
-    def _ranges(self, field: str, where: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return (file number, byte address, length) of each item, int64 (B,) each."""
+    def _ranges(self, name: str, where: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return (file number, byte address, length) of each item, int64 (B,) each.
+
+        Of what it has of `name`, one of `payload_names`.
+        """
+        extents = self._extents[name]
+        if len(extents) == 1:
+            return np.zeros_like(where), *_item_ranges(extents[0], where)
         starts = np.asarray(self._starts)
         number = np.searchsorted(starts, where, side="right") - 1
         address, length = np.empty_like(where), np.empty_like(where)
         for one in np.unique(number):
             mine = number == one
-            extent = self.indexes[one].extents[field]
-            address[mine], length[mine] = _item_ranges(extent, where[mine] - starts[one])
+            address[mine], length[mine] = _item_ranges(extents[one], where[mine] - starts[one])
         return number, address, length
 
 
@@ -285,6 +334,15 @@ class _ReadFiles(PackedFiles):
         except OSError as ex:
             raise self.damaged(field, index, cannot_be(ex), GO_ON) from ex
 
+    def _part(
+        self, name: str, index: int, number: int, address: int, length: int
+    ) -> npt.NDArray[np.uint8]:
+        try:
+            return self._mappings[number].read_bytes(address, length)
+        except OSError as ex:
+            field = name.partition("/")[0]
+            raise self.damaged(field, index, cannot_be(ex), GO_ON) from ex
+
 
 def cannot_be(reason: object) -> str:
     """Say what an item cannot be: decoded, or read where an OSError is the reason."""
@@ -293,10 +351,11 @@ def cannot_be(reason: object) -> str:
     return f"cannot be decoded: {reason}"
 
 
-def _item_ranges(extent: Extent, local: Indices) -> tuple[Indices, Indices]:
-    if extent.offsets is None:
+def _item_ranges(extent: Extent | SegmentsExtent, local: Indices) -> tuple[Indices, Indices]:
+    if isinstance(extent, Extent) and extent.offsets is None:
         size = extent.spec.item_bytes
         return extent.start + local * size, np.full_like(local, size)
+    assert extent.offsets is not None
     first = extent.offsets[local]
     return extent.start + first, extent.offsets[local + 1] - first
 

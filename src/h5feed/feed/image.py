@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,16 +14,18 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5feed.augment.frame import Shapes
-from h5feed.errors import UsageError
-from h5feed.feed.files import BYTES_CHANGED, PackedFiles
+from h5feed.errors import DamagedItemError, UsageError
+from h5feed.feed.files import BYTES_CHANGED, GO_ON, PackedFiles, cannot_be
 from h5feed.jpeg import (
-    Box,
     JpegHeader,
+    JpegRegions,
+    SegmentsError,
     decode_jpeg,
-    decode_jpeg_region,
     decode_strictly,
     nv12_to_rgb,
     read_header,
+    restart_segments,
+    splice_regions,
 )
 from h5feed.optional import require
 
@@ -44,10 +46,14 @@ __all__ = [
 Output = Literal["tensor", "pil", "numpy", "tv_tensor"]
 Aspect = Literal["stored", "source"]
 U8 = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int64]
+_Header = tuple[JpegHeader, bytes]
+"""Parsed, and as it lies at the beginning of a file."""
 
 _ENCODED = (0xC0, 3, 3, 1)  # frame, components, those of the first scan, EXIF orientation
 _MOST_TIMES = 16  # the stored pixels, in the source's proportions
 _MOST_HEADERS = 4096  # 2.5 MB; with fit="keep" each size has its own
+_SPLICED = 1 << 20  # bytes of JPEG files of which parts are made at once: they stay in the cache
 _AT_ONCE = 1 << 16  # items: the first is found at once, and ten million cost no memory
 
 
@@ -190,7 +196,8 @@ class JpegItems:
     What pack-h5 encoded begins with a header that other items have to the byte, but for the size
     where sizes differ. The first item of each header is held against its checksum; from then on
     it takes one look-up (0.5 µs, where parsing takes 13) to know a header without a wrong bit.
-    Headers of the "original" files are parsed.
+    Headers of the "original" files are parsed. Where a restart segment lies is worked out from
+    the lengths that the file has of all, many images at once.
     """
 
     def __init__(self, files: PackedFiles, field: str) -> None:
@@ -198,7 +205,7 @@ class JpegItems:
         self._field = field
         self._encoded = files.specs[field].encoding == "jpeg"
         self._shapes = files.stored_shapes
-        self._known: dict[bytes, JpegHeader] = {}
+        self._known: dict[bytes, _Header] = {}
         self._length = 0  # of the header met last
 
     def decode(self, index: int, out: U8 | None = None) -> U8:
@@ -212,37 +219,85 @@ class JpegItems:
         self._check_size(index, header.rotated_shape)
         return decode_jpeg(content, out, header=header)
 
-    def decode_region(self, index: int, box: Box, scratch: U8) -> tuple[U8, int, int]:
-        """Decode at least `box` of an item; see `decode_jpeg_region`."""
-        data = self._files.item(self._field, index)
-        if self._encoded:
-            return decode_jpeg_region(data, box, scratch, ours=self._checked(index, data))
-        # Only files that we encoded have the restart markers that make a part worth the search.
-        height, width = self._shapes[index].tolist()
-        return self.decode(index, scratch[: height * width * 3].reshape(height, width, 3)), 0, 0
+    def decode_regions(
+        self, indices: Indices, boxes: Indices, scratch: Callable[[int], U8]
+    ) -> Iterator[tuple[U8, int, int]]:
+        """Decode at least `boxes` (n, 4) of items (n): top, left, height, width.
 
-    def _checked(self, index: int, data: U8) -> JpegHeader:
+        Yields (pixels, top, left) of one after the other: RGB uint8 (h, w, 3) in memory that
+        `scratch(bytes)` gives, whose pixel (0, 0) is the image's (top, left). Of the "original"
+        files that is the whole image. Raises DamagedItemError.
+        """
+        if not self._encoded:
+            for index in indices.tolist():
+                height, width = self._shapes[index].tolist()
+                out = scratch(height * width * 3).reshape(height, width, 3)
+                try:
+                    yield self.decode(index, out), 0, 0
+                except ValueError as ex:
+                    raise self._damaged(index, ex) from ex
+            return
+        total = int(self._files.lengths(self._field, indices).sum())
+        step = max(1, len(indices) * _SPLICED // max(total, _SPLICED))
+        for a in range(0, len(indices), step):
+            some = indices[a : a + step]
+            regions = self._regions(some, boxes[a : a + step])
+            for index, data, (top, left, height, width) in zip(
+                some.tolist(), regions.files, regions.places, strict=True
+            ):
+                out = scratch(height * width * 3).reshape(height, width, 3)
+                try:
+                    decode_strictly(data, out)
+                except ValueError as ex:
+                    raise self._damaged(index, ex) from ex
+                yield out, top, left
+
+    def _regions(self, indices: Indices, boxes: Indices) -> JpegRegions:
+        """Return the parts of items that boxes need; DamagedItemError for a wrong one."""
+        data, starts = self._files.payloads(self._field, indices)
+        sizes = self._files.lengths(self._field, indices)
+        view, headers = data.data, []
+        for index, start in zip(indices.tolist(), starts.tolist(), strict=True):
+            found = self._known.get(bytes(view[start : start + self._length]))
+            try:
+                header = found or self._checked(index, self._files.item(self._field, index))
+                self._check_size(index, (header[0].height, header[0].width))
+            except ValueError as ex:
+                raise self._damaged(index, ex) from ex
+            headers.append(header)
+        segments = self._files.segments(self._field, indices)
+        try:
+            return splice_regions(data, starts, sizes, headers, segments, boxes)
+        except SegmentsError as ex:
+            raise self._damaged(int(indices[ex.number]), ex) from ex
+
+    def _damaged(self, index: int, reason: ValueError) -> DamagedItemError:
+        return self._files.damaged(self._field, index, cannot_be(reason), GO_ON)
+
+    def _checked(self, index: int, data: U8) -> _Header:
         """Return the header of an item that pack-h5 encoded."""
         header = self._known.get(data[: self._length].tobytes())
         if header is None:
             header = self._learn(index, data.tobytes())
-        self._check_size(index, (header.height, header.width))
+        self._check_size(index, (header[0].height, header[0].width))
         return header
 
-    def _learn(self, index: int, content: bytes) -> JpegHeader:
+    def _learn(self, index: int, content: bytes) -> _Header:
         header = read_header(content)
         start = content[: header.scan_start]
         if start not in self._known:
             kind = (header.frame, header.components, header.scan_components, header.orientation)
             if kind != _ENCODED:
                 raise ValueError("it is no baseline JPEG of three components")
+            self._check_size(index, (header.height, header.width))
             if not self._files.is_intact(index):
                 raise ValueError(BYTES_CHANGED)
+            restart_segments(content)  # raises ValueError where it has others than we make
             if len(self._known) >= _MOST_HEADERS:
                 self._known.clear()
-            self._known[start] = header
+            self._known[start] = header, start
         self._length = len(start)
-        return header  # another thread may have cleared what is known
+        return header, start  # another thread may have cleared what is known
 
     def _check_size(self, index: int, found: tuple[int, int]) -> None:
         height, width = self._shapes[index].tolist()

@@ -243,32 +243,20 @@ class DecodedAndAugmented(Field):
         super().__init__(files, name)
         self._pipeline = pipeline
         self._items = JpegItems(files, name)
-        self._shapes = files.stored_shapes
         self._threads = threading.local()
 
     def fill(self, indices: Indices, params: Params | None, k0: int, views: Sequence[Rows]) -> None:
         """Decode and augment one item after another."""
         assert params is not None
         count = len(indices)
-        boxes = self._pipeline.source_rows(params[k0 : k0 + count]).tolist()
+        boxes = self._pipeline.source_rows(params[k0 : k0 + count])
         kernels = [
             self._pipeline.kernel(params, k0, count, view=view) for view in range(len(views))
         ]
-        for i, index in enumerate(indices.tolist()):
-            try:
-                image, top, left = self._decode(index, boxes[i])
-            except ValueError as ex:
-                raise self.damaged(index, ex) from ex
+        parts = self._items.decode_regions(indices, boxes, self._scratch)
+        for i, (image, top, left) in enumerate(parts):
             for make, memory in zip(kernels, views, strict=True):
                 make(i, image, memory[k0 + i], top, left)
-
-    def _decode(self, index: int, box: list[int]) -> tuple[U8, int, int]:
-        """Return pixels of an item that hold `box`, and where in the image they begin."""
-        height, width = self._shapes[index].tolist()
-        top, left, tall, wide = box
-        return self._items.decode_region(
-            index, (top, left, tall, wide), self._scratch(height * width * 3)
-        )
 
     def _scratch(self, size: int) -> U8:
         """Return uint8 (size,): fresh memory costs up to half as much again as the decoding."""

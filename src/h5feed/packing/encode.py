@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.errors import PackError
-from h5feed.jpeg import MAX_JPEG_SIDE, encode_jpeg, rgb_to_nv12
+from h5feed.jpeg import MAX_JPEG_SIDE, encode_jpeg, restart_segments, rgb_to_nv12
 from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb, read_file
 from h5feed.packing.options import PackOptions
 from h5feed.packing.resize import Box, fit_image, fit_mask
 from h5feed.packing.sources import DatasetSource, FolderSource
-from h5feed.store.layout import FieldSpec
+from h5feed.store.layout import FieldSpec, payload_names, segment_offsets
 from h5feed.system import is_out_of_memory
 
-__all__ = ["BlockResult", "Job", "Payload", "Skip", "encode_block", "field_sizes", "row_type"]
+__all__ = ["BlockResult", "Job", "Payload", "Skip", "encode_block", "payload_sizes", "row_type"]
 
 Pixels = npt.NDArray[np.uint8]
 Payload = bytes | memoryview
@@ -64,7 +64,7 @@ class BlockResult:
     skips: tuple[Skip, ...]
     """The images that could not be packed."""
     sizes: tuple[int, ...]
-    """Bytes of payload, one number per field."""
+    """Bytes of payload, one number for each of `payload_names`."""
     source_bytes: int
     """Bytes of the packed images' files."""
 
@@ -89,21 +89,29 @@ def row_type(specs: Sequence[FieldSpec]) -> np.dtype[np.void]:
     return np.dtype(columns)
 
 
-def field_sizes(spec: FieldSpec, rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """Return the payload bytes (int64, N) that a field has of each of the items in `rows`."""
-    if spec.is_fixed:
-        return np.full(len(rows), spec.item_bytes, np.int64)
-    if spec.is_encoded:
-        return rows["bytes"].astype(np.int64)
-    height, width = rows["shape"].astype(np.int64).T
-    sizes: npt.NDArray[np.int64] = spec.pixel_bytes(height, width)
+def payload_sizes(
+    specs: Sequence[FieldSpec], rows: npt.NDArray[np.void]
+) -> list[npt.NDArray[np.int64]]:
+    """Return the bytes (int64, N) that the items in `rows` have of each of `payload_names`."""
+    sizes: list[npt.NDArray[np.int64]] = []
+    for spec in specs:
+        if spec.is_fixed:
+            sizes.append(np.full(len(rows), spec.item_bytes, np.int64))
+        elif spec.is_encoded:
+            sizes.append(rows["bytes"].astype(np.int64))
+        else:
+            sizes.append(spec.pixel_bytes(*rows["shape"].astype(np.int64).T))
+        if len(spec.payloads) > 1:
+            sizes.append(np.diff(segment_offsets(rows["shape"])))
     return sizes
 
 
 def encode_block(
     job: Job, start: int, stop: int, skips_left: int, current: Any = None
 ) -> tuple[BlockResult, list[list[Payload]]]:
-    """Encode images `start` to `stop`; return what is known of them and each field's payloads.
+    """Encode images `start` to `stop`; return what is known of them, and their payloads.
+
+    These are a list for each of `payload_names`.
 
     One skip more than `skips_left` ends the block there: the run will stop at that image.
     `current`, a one-element sequence, is told the index at hand: should a decoder take the
@@ -132,7 +140,8 @@ def encode_block(
             if ex.errno in _OF_THE_SYSTEM:
                 raise PackError(f"cannot read {job.name(index)}: {ex.strerror}") from ex
             skips.append(Skip(index, "cannot be read", ex.strerror or str(ex)))
-    payloads = [[item.payloads[k] for _, item in items] for k in range(len(job.specs))]
+    number = len(payload_names(job.specs))
+    payloads = [[item.payloads[k] for _, item in items] for k in range(number)]
     result = BlockResult(
         start=start,
         stop=stop,
@@ -150,7 +159,7 @@ def _encode(job: Job, index: int) -> _Item:
         return _original(job, index)
     rgb, size = _load(job, index)
     pixels, box = fit_image(rgb, images, background=job.options.background)
-    payloads: tuple[Payload, ...] = (_encode_pixels(job, pixels),)
+    payloads = _encode_pixels(job, pixels)
     if len(job.specs) > 1:
         payloads += (_mask(job, index, (rgb.shape[0], rgb.shape[1])),)
     return _Item(
@@ -167,13 +176,14 @@ def _load(job: Job, index: int) -> tuple[Pixels, int]:
     return rgb, len(data)
 
 
-def _encode_pixels(job: Job, pixels: Pixels) -> Payload:
+def _encode_pixels(job: Job, pixels: Pixels) -> tuple[Payload, ...]:
     encoding = job.specs[0].encoding
     if encoding == "yuv420":
-        return _flat(rgb_to_nv12(pixels))
+        return (_flat(rgb_to_nv12(pixels)),)
     if encoding == "jpeg":
-        return encode_jpeg(pixels, job.options.quality)
-    return _flat(pixels)
+        data = encode_jpeg(pixels, job.options.quality)
+        return data, restart_segments(data).tobytes()
+    return (_flat(pixels),)
 
 
 def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:

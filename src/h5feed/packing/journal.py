@@ -30,7 +30,7 @@ from h5feed.disk import (
     write_at,
 )
 from h5feed.errors import PackError
-from h5feed.packing.encode import BlockResult, Skip, field_sizes, row_type
+from h5feed.packing.encode import BlockResult, Skip, payload_sizes, row_type
 from h5feed.packing.output import OutputPaths
 from h5feed.progress import Progress
 from h5feed.store.layout import FieldSpec
@@ -261,7 +261,7 @@ def _check_rows(block: BlockResult, specs: Sequence[FieldSpec]) -> None:
         if not inside.all():
             raise ValueError("a box outside the stored image")
     # Pythons' integers: the product of two forged sides could be more than 64 bits hold.
-    sizes = tuple(sum(field_sizes(spec, rows).tolist()) for spec in specs)
+    sizes = tuple(sum(field.tolist()) for field in payload_sizes(specs, rows))
     if sizes != block.sizes:
         raise ValueError(f"{block.sizes=}, and its images have {sizes}")
 
@@ -423,7 +423,7 @@ def _is_intact(
     positions: Sequence[int],
 ) -> bool:
     at = list(positions)
-    sizes = [field_sizes(spec, block.rows).tolist() for spec in specs]
+    sizes = [field.tolist() for field in payload_sizes(specs, block.rows)]
     for item, expected in enumerate(block.rows["crc32"].tolist()):
         check = 0
         for k, (handle, path) in enumerate(handles):

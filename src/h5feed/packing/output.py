@@ -21,7 +21,7 @@ import numpy.typing as npt
 import h5feed
 from h5feed.disk import create_file, open_file, write_at
 from h5feed.errors import H5FormatError, PackError, UsageError
-from h5feed.packing.encode import BlockResult, Job, Payload, Skip, field_sizes, row_type
+from h5feed.packing.encode import BlockResult, Job, Payload, Skip, payload_sizes, row_type
 from h5feed.packing.options import PackOptions
 from h5feed.packing.places import stored_places
 from h5feed.progress import Progress
@@ -30,13 +30,15 @@ from h5feed.store.fields import FieldValues, continue_checksums
 from h5feed.store.layout import (
     MASKS,
     MAX_PROVENANCE,
+    SEGMENTS,
     Columns,
     FieldSpec,
     canonical_json,
     fingerprint,
+    payload_names,
 )
 from h5feed.store.read import read_index
-from h5feed.store.write import finalize, head_bytes
+from h5feed.store.write import finalize, head_bytes, side_files
 from h5feed.text import in_bytes, printable
 
 __all__ = [
@@ -84,27 +86,25 @@ class OutputPaths:
         return self.partial.with_name(self.partial.name + ".journal")
 
     def side(self, specs: Sequence[FieldSpec]) -> dict[str, Path]:
-        """Return a file for each further field's pixels."""
-        return {
-            spec.name: self.partial.with_name(f"{self.partial.name}.{spec.name}")
-            for spec in specs[1:]
-        }
+        """Return a file for each of `payload_names` but the first."""
+        return side_files(self.partial, specs)
 
     def payloads(self, specs: Sequence[FieldSpec]) -> tuple[Path, ...]:
-        """Return the file of each field's pixels."""
+        """Return the file of each of `payload_names`."""
         return (self.partial, *self.side(specs).values())
 
     def heads(self, specs: Sequence[FieldSpec]) -> tuple[int, ...]:
         """Return the byte in each of `payloads` at which its first item begins."""
-        return (head_bytes(specs), *(0 for _ in specs[1:]))
+        return (head_bytes(specs), *(0 for _ in self.side(specs)))
 
     def begin(self, specs: Sequence[FieldSpec]) -> None:
         """Make the payload files, empty, in place of what has their names.
 
-        The masks of an earlier run that was given up go, too, where this one has none.
+        The masks and segments of an earlier run that was given up go, too, where this one has none.
         """
-        with suppress(OSError):
-            self.partial.with_name(f"{self.partial.name}.{MASKS}").unlink()
+        for name in (MASKS, SEGMENTS):
+            with suppress(OSError):
+                self.partial.with_name(f"{self.partial.name}.{name}").unlink()
         for path in self.payloads(specs):
             os.close(create_file(path))
 
@@ -174,7 +174,7 @@ def check_space(paths: OutputPaths, job: Job) -> None:
 
 
 class PayloadFiles:
-    """The files that pixels are written to, one per field, opened by each process for itself."""
+    """The files that payloads are written to, opened by each process for itself."""
 
     def __init__(self, paths: OutputPaths, specs: Sequence[FieldSpec]) -> None:
         self._files = [(open_file(path), path) for path in paths.payloads(specs)]
@@ -188,7 +188,7 @@ class PayloadFiles:
             os.close(handle)
 
     def write(self, positions: Sequence[int], payloads: Sequence[Sequence[Payload]]) -> None:
-        """Write each field's payloads back to back from its position on (bytes after the head)."""
+        """Write payloads, a list for each file, from its position on (bytes after the head)."""
         for (handle, path), head, position, field in zip(
             self._files, self._heads, positions, payloads, strict=True
         ):
@@ -218,8 +218,8 @@ class Results:
         self.stop = 0
         """Everything before this image has its position."""
         self.count = 0
-        self.sizes = [0] * len(job.specs)
-        """Bytes of payload so far, per field."""
+        self.sizes = [0] * len(payload_names(job.specs))
+        """Bytes of payload so far, for each of `payload_names`."""
         self.source_bytes = 0
         self.skips: list[Skip] = []
         self.say: Callable[[str], None] = lambda text: None
@@ -239,7 +239,7 @@ class Results:
         return self._rows[: self.count]
 
     def accept(self, block: BlockResult) -> tuple[int, ...]:
-        """Add the next block; return where its payloads begin, one position per field."""
+        """Add the next block; return where its payloads begin, a position for each file."""
         assert block.start == self.stop, f"{block.start=} after {self.stop=}"
         self._check_skips(block.skips)
         positions = tuple(self.sizes)
@@ -310,11 +310,10 @@ def is_finished(paths: OutputPaths, results: Results, *, progress: bool) -> bool
         return False
     text = canonical_json(_provenance(results))
     specs, columns = results.job.specs, _columns(results)
-    starts = [extent.start for extent in found.extents.values()]
-    if len(starts) != len(specs):
+    if len(found.starts) != len(payload_names(specs)):
         return False
     made = fingerprint(
-        specs, starts, columns, text, _offsets(results), _shapes(results), found.fields
+        specs, found.starts, columns, text, _offsets(results), _shapes(results), found.fields
     )
     if found.fingerprint != made:
         return False
@@ -364,12 +363,13 @@ def _keys(blob: Array, offsets: Array, index: Array) -> tuple[Array, Array]:
 
 def _offsets(results: Results) -> dict[str, Array | None]:
     """Return where each item begins (int64, N+1), for the fields that are not fixed."""
-    rows = results.rows
+    specs = results.job.specs
+    sizes = dict(zip(payload_names(specs), payload_sizes(specs, results.rows), strict=True))
     return {
         spec.name: None
         if spec.is_fixed
-        else np.cumsum([0, *field_sizes(spec, rows)], dtype=np.int64)
-        for spec in results.job.specs
+        else np.concatenate([[0], sizes[spec.name].cumsum()], dtype=np.int64)
+        for spec in specs
     }
 
 

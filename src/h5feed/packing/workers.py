@@ -51,7 +51,7 @@ class EncodeTask(NamedTuple):
 
 
 class WriteTask(NamedTuple):
-    """Write the block that begins with image `start` at these positions, one per field."""
+    """Write the block that begins with image `start` at these positions, one for each file."""
 
     start: int
     at: tuple[int, ...]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from h5feed.errors import H5FormatError
-from h5feed.store.fields import FieldExtent
-from h5feed.store.layout import Extent
+from h5feed.jpeg import restart_segments
+from h5feed.store.layout import IMAGES
 from h5feed.store.read import FileReader
 from h5feed.system import available_cores
 from h5feed.text import counted, printable, printable_json
@@ -28,10 +28,10 @@ class DamagedItem:
     index: int
     key: str
     error: str | None
-    """What the system said to reading it; None where its checksum is wrong."""
+    """What is wrong, such as "cannot be read: …"; None where its checksum is."""
 
     def __str__(self) -> str:
-        said = "" if self.error is None else f": cannot be read: {self.error}"
+        said = "" if self.error is None else f": {self.error}"
         return f"item {self.index}: {printable(self.key, _LONGEST)}{said}"
 
 
@@ -91,7 +91,7 @@ def check_file(
         return CheckReport(
             path=index.path,
             items=len(index),
-            payload_bytes=sum(extent.nbytes for extent in _extents(file)),
+            payload_bytes=sum(extent.nbytes for extent in index.parts),
             error=None,
             damaged=tuple(_damaged(file, progress)),
         )
@@ -113,33 +113,42 @@ def _damaged(
 
 def _check_block(file: FileReader, start: int) -> list[DamagedItem]:
     items = range(start, min(start + _BLOCK, len(file.index)))
-    for extent in _extents(file):
+    for extent in file.index.parts:
         first, _ = extent.item_range(items[0])
         last, length = extent.item_range(items[-1])
         file.announce(first, last + length - first)
     return [damaged for item in items if (damaged := _check_item(file, item)) is not None]
 
 
-def _extents(file: FileReader) -> list[Extent | FieldExtent]:
-    """Return all fields in the order that checksums go."""
-    return [*file.index.extents.values(), *file.index.fields.values()]
-
-
 def _check_item(file: FileReader, item: int) -> DamagedItem | None:
     """Read one item and compare its checksum: by `pread`, which a failing disk does not kill."""
     try:
-        if _checksum(file, item) == file.index.crc32[item]:
-            return None
         said = None
+        if _checksum(file, item) == file.index.crc32[item]:
+            if _has_its_segments(file, item):
+                return None
+            said = "the lengths of its restart segments are not those of its bytes"
     except OSError as ex:
-        said = f"{ex.strerror} (errno {ex.errno})"
+        said = f"cannot be read: {ex.strerror} (errno {ex.errno})"
     return DamagedItem(index=item, key=file.index.key(item), error=said)
 
 
 def _checksum(file: FileReader, item: int) -> int:
     value = 0
-    for extent in _extents(file):
+    for extent in file.index.parts:
         start, length = extent.item_range(item)
         for at in range(start, start + length, _PIECE):
             value = zlib.crc32(file.read(at, min(_PIECE, start + length - at)), value)
     return value
+
+
+def _has_its_segments(file: FileReader, item: int) -> bool:
+    """Whether the segments of a jpeg item are where the file says; True for other items."""
+    images = file.index.extents[IMAGES]
+    if images.segments is None:
+        return True
+    try:
+        found = restart_segments(file.read(*images.item_range(item)))
+    except ValueError:
+        return False
+    return found.tobytes() == file.read(*images.segments.item_range(item))

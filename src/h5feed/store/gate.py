@@ -7,7 +7,7 @@ believed before it has been checked against the file's size.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,18 @@ from h5feed.store.layout import (
     MAX_PROVENANCE,
     MAX_SIDE,
     MAX_SOURCE_SIDE,
+    SEGMENTS,
     Columns,
     Extent,
     FieldSpec,
     FileIndex,
     Int32,
     Int64,
+    SegmentsExtent,
     fingerprint,
     images_spec,
     masks_spec,
+    segment_offsets,
 )
 from h5feed.text import printable
 
@@ -184,16 +187,14 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     columns = _columns(gate, file, labels, letterbox="letterbox" in names)
     _check_ranges(gate, columns, extents[IMAGES].spec)
     _check_sizes(gate, extents)
+    if extents[IMAGES].spec.encoding == "jpeg":
+        extents[IMAGES] = _with_segments(gate, file, extents[IMAGES])
     further = _further(gate, file, len(labels)) if FIELDS in names else {}
     provenance, seal = gate.text(file, "provenance"), gate.text(file, "fingerprint")
     specs = [extent.spec for extent in extents.values()]
     offsets = {name: extent.offsets for name, extent in extents.items()}
     shapes = {name: extent.shapes for name, extent in extents.items()}
-    starts = [extent.start for extent in extents.values()]
-    made = fingerprint(specs, starts, columns, provenance, offsets, shapes, further)
-    if made != seal:
-        raise gate.refuse("its fingerprint does not match its contents (altered or damaged)")
-    return FileIndex(
+    index = FileIndex(
         path=str(gate.path),
         size=gate.size,
         extents=extents,
@@ -202,6 +203,10 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
         provenance=_read_provenance(gate, provenance),
         fingerprint=seal,
     )
+    made = fingerprint(specs, index.starts, columns, provenance, offsets, shapes, further)
+    if made != seal:
+        raise gate.refuse("its fingerprint does not match its contents (altered or damaged)")
+    return index
 
 
 def _check_root(gate: Gate, file: h5py.File) -> None:
@@ -264,7 +269,15 @@ def _extent(
         gate.expect(data, "|u1", spec.dataset_shape(count))
         start = gate.address(data)
         return Extent(spec=spec, start=start, count=count, offsets=None, shapes=None)
-    group = gate.group(file, name, {"bytes", "offsets", "shapes"})
+    members = {"bytes", "offsets", "shapes"}
+    if spec.encoding == "jpeg":
+        if isinstance(holder := file[name], h5py.Group) and SEGMENTS not in holder:
+            raise gate.refuse(
+                f"/{name} has no {SEGMENTS}, the lengths of restart segments that every file of "
+                "store=jpeg must have (it is of an h5feed before 0.1.0)"
+            )
+        members.add(SEGMENTS)
+    group = gate.group(file, name, members)
     data = gate.dataset(group, "bytes")
     gate.expect(data, "|u1", (None,))
     offsets = gate.array(group, "offsets", "<i8", (count + 1,))
@@ -272,6 +285,19 @@ def _extent(
     _check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
     start = gate.address(data)
     return Extent(spec=spec, start=start, count=count, offsets=offsets, shapes=shapes)
+
+
+def _with_segments(gate: Gate, file: h5py.File, extent: Extent) -> Extent:
+    """Return a jpeg field's extent with that of its segments, whose numbers are not read here.
+
+    They are many (256 bytes for 256x256 pixels): each item's are held against its own bytes
+    before they are used.
+    """
+    assert extent.shapes is not None
+    offsets = segment_offsets(extent.shapes)
+    data = gate.dataset(file[extent.spec.name], SEGMENTS)
+    gate.expect(data, "<u2", (int(offsets[-1]) // 2,))
+    return replace(extent, segments=SegmentsExtent(start=gate.address(data), offsets=offsets))
 
 
 def _further(gate: Gate, file: h5py.File, count: int) -> dict[str, FieldExtent]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from h5feed.jpeg import segment_grid
 from h5feed.store.fields import FieldExtent
 
 __all__ = [
@@ -26,16 +27,20 @@ __all__ = [
     "MAX_PROVENANCE",
     "MAX_SIDE",
     "MAX_SOURCE_SIDE",
+    "SEGMENTS",
     "Columns",
     "Encoding",
     "Extent",
     "FieldSpec",
     "FileIndex",
     "Fit",
+    "SegmentsExtent",
     "canonical_json",
     "fingerprint",
     "images_spec",
     "masks_spec",
+    "payload_names",
+    "segment_offsets",
 ]
 
 FORMAT = "h5feed"
@@ -45,6 +50,8 @@ ALIGNMENT = 4096
 LIBVER = ("v110", "v110")
 """HDF5 1.10's own metadata: checksummed, and read by every HDF5 since 2016."""
 IMAGES, MASKS = "images", "masks"
+SEGMENTS = "segments"
+"""Beside the bytes of a jpeg field: uint16 lengths of each item's restart segments, in order."""
 MAX_SIDE = 65_500
 """Pixels of a stored side: what JPEG can hold."""
 MAX_ITEM_PIXELS = 1 << 26
@@ -109,6 +116,11 @@ class FieldSpec:
     def is_encoded(self) -> bool:
         """Whether an item is a JPEG file's bytes rather than pixels."""
         return self.encoding in ("jpeg", "original")
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """Names of what an item has, in the order that its checksum goes over them."""
+        return (self.name, f"{self.name}/{SEGMENTS}") if self.encoding == "jpeg" else (self.name,)
 
     @property
     def is_fixed(self) -> bool:
@@ -217,6 +229,42 @@ def masks_spec(images: FieldSpec) -> FieldSpec:
     )
 
 
+def payload_names(fields: Sequence[FieldSpec]) -> tuple[str, ...]:
+    """Return the names of what an item of these fields has, in the order of its checksum.
+
+    >>> payload_names([images_spec("jpeg", 64, 64, "stretch")])
+    ('images', 'images/segments')
+    """
+    return tuple(name for spec in fields for name in spec.payloads)
+
+
+def segment_offsets(shapes: Int32) -> Int64:
+    """Return where each item's segments begin, int64 (N+1) bytes, by stored sizes (N, 2)."""
+    height, width = shapes.astype(np.int64).T
+    down, across = segment_grid(height, width)
+    return np.concatenate([[0], 2 * (down * across).cumsum()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentsExtent:
+    """Where the lengths of the items' restart segments lie: uint16, as sizes say how many."""
+
+    start: int
+    """Byte address in the file of the first item's."""
+    offsets: Int64
+    """(N+1,) bytes from `start`; see `segment_offsets`."""
+
+    def item_range(self, index: int) -> tuple[int, int]:
+        """Return (byte address in the file, bytes) of the segments of item `index`."""
+        first, last = self.offsets[index : index + 2].tolist()
+        return self.start + first, last - first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items' segments."""
+        return int(self.offsets[-1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """Where one pixel field of one file lies."""
@@ -229,6 +277,8 @@ class Extent:
     """(N+1,) bytes from `start`; None when every item has `spec.item_bytes`."""
     shapes: Int32 | None
     """(N, 2) stored height and width; None when all are `spec.height` × `spec.width`."""
+    segments: SegmentsExtent | None = None
+    """Of store=jpeg."""
 
     def item_range(self, index: int) -> tuple[int, int]:
         """Return (byte address in the file, length) of item `index`."""
@@ -269,8 +319,8 @@ class Columns:
     source_shapes: Int32
     """(N, 2) height and width of the source after EXIF rotation."""
     crc32: UInt32
-    """(N,) zlib.crc32 of an item's image, continued over its mask and then its further fields,
-    sorted by name."""
+    """(N,) zlib.crc32 of an item's image, continued over the lengths of its segments
+    (store=jpeg), its mask, and then its further fields, sorted by name."""
     letterbox: Int32 | None = None
     """(N, 4) top, left, height, width of the image inside the letterbox (fit="pad")."""
 
@@ -293,6 +343,26 @@ class FileIndex(Columns):
     provenance: dict[str, Any]
     fingerprint: str
     """SHA-256 (hex) of everything here and, through crc32, of the pixels."""
+
+    @property
+    def pixel_parts(self) -> dict[str, Extent | SegmentsExtent]:
+        """Where what items have of each of `payload_names` lies."""
+        found: dict[str, Extent | SegmentsExtent] = {}
+        for name, extent in self.extents.items():
+            found[name] = extent
+            if extent.segments is not None:
+                found[f"{name}/{SEGMENTS}"] = extent.segments
+        return found
+
+    @property
+    def parts(self) -> list[Extent | SegmentsExtent | FieldExtent]:
+        """Where all that an item has lies, in the order of its checksum."""
+        return [*self.pixel_parts.values(), *self.fields.values()]
+
+    @property
+    def starts(self) -> list[int]:
+        """Byte addresses of `pixel_parts`."""
+        return [part.start for part in self.pixel_parts.values()]
 
     def key(self, index: int) -> str:
         """Source path of item `index`, relative to the packed folder."""
@@ -317,14 +387,12 @@ def fingerprint(
     """SHA-256 (hex) over geometry, every small array and the provenance.
 
     The pixels, and the bytes of `further` fields, are covered through `columns.crc32`, and where
-    they lie by `starts`, the byte address of each field, and the extents: at another address
-    sound bytes would be read as other ones.
+    they lie by `starts`, the byte address of each of `payload_names`, and the extents: at another
+    address sound bytes would be read as other ones.
     """
     digest = hashlib.sha256()
-    geometry = [
-        [spec.name, spec.attributes(), int(start)]
-        for spec, start in zip(fields, starts, strict=True)
-    ]
+    addresses = dict(zip(payload_names(fields), map(int, starts), strict=True))
+    geometry = [[[spec.name, spec.attributes()] for spec in fields], addresses]
     others = sorted((further or {}).items())
     described = [[name, *extent.described()] for name, extent in others]
     digest.update(canonical_json([FORMAT_VERSION, geometry, described, columns.classes]).encode())

@@ -232,6 +232,10 @@ class MappedFile:
         """
         return self._file.item(extent, index)
 
+    def read_bytes(self, start: int, length: int) -> UInt8:
+        """Return bytes of the file as `read` does, read-only."""
+        return np.frombuffer(self._file.read(start, length), np.uint8)
+
     def keep_open(self) -> None:
         """Keep a descriptor, for `read`; raises OSError where the file has been replaced."""
         self._file.keep_open()

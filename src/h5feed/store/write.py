@@ -23,14 +23,17 @@ from h5feed.store.layout import (
     FORMAT,
     FORMAT_VERSION,
     LIBVER,
+    SEGMENTS,
     Columns,
     FieldSpec,
     canonical_json,
     fingerprint,
+    payload_names,
+    segment_offsets,
 )
 from h5feed.store.read import read_index
 
-__all__ = ["finalize", "head_bytes", "write_file"]
+__all__ = ["finalize", "head_bytes", "side_files", "write_file"]
 
 _COPY_BYTES = 8 << 20
 
@@ -70,11 +73,11 @@ def finalize(
     """Turn the payload in `partial` into the finished file `out`, all or nothing.
 
     `partial` holds the first field's items back to back from `head_bytes(fields)` on; `side`
-    names a plain file for each further field, items back to back from byte 0. Fields that are
-    not fixed bring `offsets` (int64, N+1) and `shapes` (int32, N×2). `further` has the values of
-    further fields, over which `columns.crc32` goes on. Interrupted anywhere, it
-    can simply be called again: the payload in `partial` is never overwritten. Raises OSError
-    that names the file, and H5FormatError where `check` finds that no reader would open it.
+    names a plain file for each other one of `payload_names`, items back to back from byte 0.
+    Fields that are not fixed bring `offsets` (int64, N+1) and `shapes` (int32, N×2). `further` has
+    the values of further fields, over which `columns.crc32` goes on. Interrupted anywhere, it can
+    simply be called again: the payload in `partial` is never overwritten. Raises OSError that names
+    the file, and H5FormatError where `check` finds that no reader would open it.
     """
     rest, places = _around_pixels(fields, columns, provenance, offsets, shapes, further or {})
     first = fields[0].name
@@ -111,19 +114,21 @@ def write_file(
 ) -> None:
     """Write a whole file from items in memory: the same bytes as packing would give.
 
-    `payloads` has every field's items in order; `shapes` the stored sizes (int32, N×2) of the
-    items of fields that are not fixed; `further` the values of further fields. What fails leaves
-    nothing behind. Whether the items make sense is not checked: that is for the gate to find out.
+    `payloads` has the items of each of `payload_names` in order; `shapes` the stored sizes (int32,
+    N×2) of the items of fields that are not fixed; `further` the values of further fields. What
+    fails leaves nothing behind. Whether the items make sense is not checked: that is for the gate
+    to find out.
     """
     partial = out.with_name(out.name + ".partial")
     offsets: dict[str, np.ndarray[Any, Any] | None] = {}
-    side = {f.name: partial.with_name(f"{partial.name}.{f.name}") for f in fields[1:]}
+    side = side_files(partial, fields)
     first = head_bytes(fields)
+    fixed = {spec.name for spec in fields if spec.is_fixed}
     try:
-        for spec in fields:
-            path, head = (side[spec.name], 0) if spec.name in side else (partial, first)
-            ends = _write_items(path, payloads[spec.name], head)
-            offsets[spec.name] = None if spec.is_fixed else np.array(ends, dtype=np.int64)
+        for name in payload_names(fields):
+            path, head = (side[name], 0) if name in side else (partial, first)
+            ends = _write_items(path, payloads[name], head)
+            offsets[name] = None if name in fixed else np.array(ends, dtype=np.int64)
         finalize(
             partial,
             out,
@@ -140,6 +145,14 @@ def write_file(
         for path in (partial, *side.values()):
             path.unlink(missing_ok=True)
         raise
+
+
+def side_files(partial: Path, fields: Sequence[FieldSpec]) -> dict[str, Path]:
+    """Return a plain file for each of `payload_names` but the first, which `partial` holds."""
+    return {
+        name: partial.with_name(f"{partial.name}.{name.rpartition('/')[2]}")
+        for name in payload_names(fields)[1:]
+    }
 
 
 def _write_items(path: Path, items: Iterable[Payload], head: int) -> list[int]:
@@ -236,7 +249,7 @@ def _around_pixels(
     shapes: Arrays,
     further: Mapping[str, FieldValues],
 ) -> tuple[_MemoryFile, dict[str, tuple[int, int]]]:
-    """Make all but the pixels; return it, and each pixel field's (address, bytes)."""
+    """Make all but the pixels; return it, and (address, bytes) of each of `payload_names`."""
     text = canonical_json(provenance)
     # Two steps: only pixels are aligned (a threshold of 1: the first field's address must not
     # depend on its size), and small arrays follow without a page of padding each.
@@ -244,7 +257,9 @@ def _around_pixels(
     with h5py.File(
         memory, "w", libver=LIBVER, alignment_threshold=1, alignment_interval=ALIGNMENT
     ) as file:
-        places = {spec.name: _reserve(file, spec, len(columns), offsets) for spec in fields}
+        places: dict[str, tuple[int, int]] = {}
+        for spec in fields:
+            places |= _reserve(file, spec, len(columns), offsets, shapes)
         extents = _add_further(file, further)
     if memory.error is not None:
         raise memory.error
@@ -267,15 +282,23 @@ def _around_pixels(
     return memory, places
 
 
-def _reserve(file: h5py.File, spec: FieldSpec, count: int, offsets: Arrays) -> tuple[int, int]:
-    """Make a field's extent; return its address and bytes."""
+def _reserve(
+    file: h5py.File, spec: FieldSpec, count: int, offsets: Arrays, shapes: Arrays
+) -> dict[str, tuple[int, int]]:
+    """Make a field's extents; return their addresses and bytes by `payloads`."""
     if spec.is_fixed:
-        pixels = _add_pixels(file, spec.name, spec.dataset_shape(count))
+        made = [_add_extent(file, spec.name, spec.dataset_shape(count))]
     else:
-        ends = offsets[spec.name]
+        ends, sizes = offsets[spec.name], shapes[spec.name]
         assert ends is not None
-        pixels = _add_pixels(_new_group(file, spec.name), "bytes", (int(ends[-1]),))
-    return pixels.id.get_offset(), pixels.id.get_storage_size()
+        group = _new_group(file, spec.name)
+        made = [_add_extent(group, "bytes", (int(ends[-1]),))]
+        if spec.encoding == "jpeg":
+            assert sizes is not None
+            lengths = int(segment_offsets(sizes)[-1]) // 2
+            made.append(_add_extent(group, SEGMENTS, (lengths,), h5py.h5t.STD_U16LE))
+    places = [(data.id.get_offset(), data.id.get_storage_size()) for data in made]
+    return dict(zip(spec.payloads, places, strict=True))
 
 
 def _add_further(file: h5py.File, further: Mapping[str, FieldValues]) -> dict[str, FieldExtent]:
@@ -309,7 +332,9 @@ def _describe(holder: Any, spec: FieldSpec, offsets: Arrays, shapes: Arrays) -> 
         holder.attrs[key] = _attribute(value)
 
 
-def _add_pixels(parent: h5py.Group, name: str, shape: tuple[int, ...]) -> h5py.Dataset:
+def _add_extent(
+    parent: h5py.Group, name: str, shape: tuple[int, ...], kind: Any = h5py.h5t.STD_U8LE
+) -> h5py.Dataset:
     """Reserve a contiguous extent without writing it."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)
@@ -317,7 +342,7 @@ def _add_pixels(parent: h5py.Group, name: str, shape: tuple[int, ...]) -> h5py.D
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     plist.set_obj_track_times(False)
     space = h5py.h5s.create_simple(shape)
-    made = h5py.h5d.create(parent.id, name.encode(), h5py.h5t.STD_U8LE, space, plist)
+    made = h5py.h5d.create(parent.id, name.encode(), kind, space, plist)
     return h5py.Dataset(made)
 
 
