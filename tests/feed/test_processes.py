@@ -176,6 +176,41 @@ def test_a_batch_outlives_its_loader(ds):
     del batches
 
 
+def test_auto_takes_processes_where_threads_would_wait_for_each_other(tmp_path, ds):
+    jpeg = H5Dataset(write_kind(tmp_path / "j.h5", "jpeg"))
+    mixing = (*CROP, augment.MixUp())
+
+    class Local(Invert):
+        pass
+
+    for given, options, engine, reason in [
+        (ds, {"num_workers": 4}, "thread", "so few as 4 seldom wait for Python's lock"),
+        (ds, {"num_workers": 5}, "process", "5 threads that augment would wait for Python's lock"),
+        (jpeg, {"num_workers": 8, "augment": ()}, "process", "8 threads that decode would wait"),
+        (ds, {"num_workers": 8, "augment": ()}, "thread", "copying holds no lock"),
+        (ds, {"num_workers": 8, "augment": mixing}, "thread", "whole batches are mixed in this"),
+        (
+            ds,
+            {"num_workers": 8, "augment": [*CROP, Local()]},
+            "thread",
+            "worker processes cannot import",
+        ),
+        (ds, {"num_workers": 8, "engine": "thread"}, "thread", "as asked"),
+    ]:
+        stats = open_loader(given, **{"engine": "auto", **options}).stats()
+        assert stats["engine"] == engine
+        assert reason in stats["engine_reason"]
+
+
+def test_ops_may_change_between_passes(ds):
+    with open_loader(ds, 60, shuffle=False) as loader:
+        begun = iter(loader)
+        loader.set_size(24)
+        [(larger, _)], [(before, _)] = loader, begun
+        assert larger.shape[2:] == (24, 24)
+        assert before.shape[2:] == (16, 16), "a pass keeps its workers"
+
+
 def test_engine_is_checked(ds):
     with pytest.raises(UsageError, match="engine='fork' is none of thread, process, auto"):
         H5Loader(ds, 4, engine="fork")

@@ -331,9 +331,10 @@ class H5Loader(PackedLoader):
             CPU, and at most 16.
         engine: what the workers are. "thread": they start at once, and share Python's lock, which
             a few cores do not feel. "process": they share nothing but the memory of batches, and
-            scale with the cores. Samples, crops and states are the same in both; ops of your own
-            must be defined in a module that a worker can import. What a forked child keeps of its
-            parent's batches changes with them.
+            scale with the cores. "auto": processes where more than four workers decode or
+            augment, and nothing is against it; stats() says why. Samples, crops and states are the
+            same in both; ops of your own must be defined in a module that a worker can import.
+            What a forked child keeps of its parent's batches changes with them.
         prefetch: batches in the making at once.
         drop_last: leave out a last batch that would be short.
         tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
