@@ -120,6 +120,21 @@ def test_a_dataloader_of_its_batch_sampler_and_collate_makes_its_batches(ds, ops
         assert loader.state_dict()["epoch"] == 5
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"indices": [5, 3, 1], "weights": [1.0] * 12}, {"repeats": 2, "shuffle": True}],
+    ids=str,
+)
+def test_the_same_in_every_order(ds, options):
+    with H5Loader(ds, 2, augment=CROP, **options) as loader:
+        whole = copies(loader)
+        loader.set_epoch(0)
+        rest = DataLoader(
+            ds, batch_sampler=Skip(loader.batch_sampler, 1), collate_fn=loader.collate_fn
+        )
+        assert_batches(rest, whole[1:])
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_same_of_parts_of_datasets(ds, workers):
     parts = [Subset(ds, [9, 3, 3, 1, 0]), ConcatDataset([ds, Subset(ds, [2, 1])])]

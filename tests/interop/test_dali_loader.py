@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.augment.geometry import AxisOp
@@ -557,6 +557,15 @@ def test_refuses_by_name_what_an_op_may_not_say(ds, op, message):
     with pytest.raises(UsageError) as caught:
         make(ds, augment=[op])
     assert str(caught.value) == message
+
+
+def test_a_dataloader_built_of_it_is_refused_in_a_sentence(ds):
+    with make(ds) as loader:
+        rest = DataLoader(
+            loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn
+        )
+        with pytest.raises(UsageError, match=r"make no batches in another.* load_state_dict begi"):
+            next(iter(rest))
 
 
 def test_all_ops_are_either_supported_or_refused(ds):

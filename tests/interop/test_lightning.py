@@ -190,11 +190,18 @@ def test_masks_come_as_the_dataset_says(tmp_path):
 
 
 def test_options_of_training_alone_leave_scoring_alone(path):
-    options = {"shuffle": "block", "drop_last": False, "on_error": "skip", "keys": ("x", "y")}
+    options = {
+        "shuffle": True,
+        "drop_last": False,
+        "repeats": 2,
+        "on_error": "skip",
+        "keys": ("x", "y"),
+    }
     data = H5DataModule(path, path, batch_size=16, **options)
     data.setup()
     train, val = data.train_dataloader(), data.val_dataloader()
-    assert (train.state_dict()["order"].split()[0], len(train)) == ("block", 3)
+    assert (train.state_dict()["order"].split()[0], len(train)) == ("full", 3)
+    assert "2" in train.state_dict()["order"]
     assert val.state_dict()["order"] == "none"
     assert list(next(iter(val))) == ["x", "y"]
 

@@ -220,7 +220,7 @@ class DataLoaderFacts:
     worker_init_fn: Callable[[int], None] | None = None
     """None: nothing of the caller's runs in the workers."""
     multiprocessing_context: Any = None
-    """None: the workers are threads."""
+    """None: the workers are threads, or processes that `engine` starts in its own way."""
     generator: torch.Generator | None = None
     """None: the order is a function of `seed`."""
     persistent_workers = True

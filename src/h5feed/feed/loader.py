@@ -225,6 +225,11 @@ class PackedLoader(DataLoaderFacts, ABC):
             start=start,
         )
 
+    @property
+    def collate_fn(self) -> LoaderCollate:
+        """What makes batches of what `batch_sampler` gives, in a DataLoader of somebody else's."""
+        return LoaderCollate(_refuse_to_build, ())
+
     def _share(self) -> int:
         steps = self._steps(0)
         return (
@@ -623,9 +628,17 @@ def _remake(arguments: dict[str, Any], ops: tuple[Op, ...], seed: int, cursor: C
     return made
 
 
+def _refuse_to_build() -> BatchBuilder:
+    raise UsageError(
+        "batch_sampler and collate_fn of this loader make no batches in another DataLoader, such "
+        "as accelerate's skip_first_batches builds: load_state_dict begins in mid-epoch"
+    )
+
+
 def _cpu_builder(arguments: dict[str, Any], ops: tuple[Op, ...]) -> BatchBuilder:
     """Make what makes a loader's batches, without threads and devices."""
     plain = {"rank": 0, "world_size": 1, "sampler": None, "indices": None, "num_workers": 1}
+    plain |= {"weights": None, "repeats": 1}
     here = {
         "engine": "thread",
         "device": "cpu",

@@ -42,7 +42,7 @@ Files = FilePath | Sequence[FilePath] | Dataset[Any]
 Several = Files | Sequence[Dataset[Any]] | Mapping[str, Files]
 """One of them; or several, each scored by itself."""
 
-_OF_TRAINING = ("shuffle", "drop_last", "sampler", "views")
+_OF_TRAINING = ("shuffle", "drop_last", "sampler", "views", "weights", "repeats")
 """Options of H5Loader that are for training alone."""
 _OURS = ("ds", "batch_size", "augment", "indices", "rank", "world_size")
 _OPTIONS = frozenset(inspect.signature(H5Loader.__init__).parameters) - {*_OURS, "self", "stock"}
@@ -72,8 +72,8 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
         eval_augment: for everything else.
         indices: the samples to take, by stage: {"train": [...], "val": [...]}, so that one file
             serves both.
-        options: H5Loader's, for all stages; shuffle (True), drop_last (True), sampler and views
-            for training alone. `device` is the strategy's unless it is given.
+        options: H5Loader's, for all stages; shuffle (True), drop_last (True), sampler, weights,
+            repeats and views for training alone. `device` is the strategy's unless it is given.
 
     Raises UsageError for an argument that is wrong.
 
