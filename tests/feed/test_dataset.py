@@ -240,7 +240,7 @@ def test_transforms_takes_image_and_target_together(tmp_path, path, images):
     other = H5Dataset(path)
     other.transforms = alone.transforms
     assert (other.transform, other.target_transform) == (torch.Tensor.float, str)
-    with pytest.raises(UsageError, match=r"ds\.transforms=.* give it to H5Loader as augment="):
+    with pytest.raises(UsageError, match=r"dataset\.transforms=.* give it to H5Loader as augment="):
         H5Loader(H5Dataset(path, transforms=lambda image, label: (image, label)), 2)
 
 
