@@ -72,6 +72,14 @@ def test_every_command_says_its_version(name, capsys):
     assert capsys.readouterr().out == f"{name}-h5 {h5feed.__version__}\n"
 
 
+@pytest.mark.parametrize("name", ["find-lr", "find-batch", "ablate", "export"])
+def test_every_tool_of_train_h5_says_its_version(name, capsys):
+    from h5feed.cli.train import main
+
+    assert main([name, "--version"]) == 0
+    assert capsys.readouterr().out == f"train-h5 {name} {h5feed.__version__}\n"
+
+
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'h5feed' has no attribute 'no_such'"):
         h5feed.no_such  # noqa: B018
@@ -168,6 +176,22 @@ def test_a_missing_library_is_one_sentence_that_names_the_extra():
         require("no_such_library.part", "dali")
     assert str(caught.value) == (
         'no_such_library is not installed, and this needs it: pip install "h5feed[dali]"'
+    )
+
+
+def test_without_dali_one_sentence_names_the_extra():
+    code = """
+import sys
+sys.modules["nvidia"] = None
+import h5feed
+try:
+    import h5feed.interop.dali
+except ImportError as ex:
+    print(ex)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        'nvidia is not installed, and this needs it: pip install "h5feed[dali]"\n'
     )
 
 

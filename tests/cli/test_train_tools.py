@@ -24,12 +24,12 @@ def packed(tmp_path_factory):
 
 
 def test_find_lr_prints_json_and_draws(packed, tmp_path, capsys):
-    picture = tmp_path / "lr.png"
-    args = ["find-lr", packed, *SMALL, "--steps", "12", "--json", "--plot", str(picture)]
+    image = tmp_path / "lr.png"
+    args = ["find-lr", packed, *SMALL, "--steps", "12", "--json", "--plot", str(image)]
     assert main(args) == 0
     curve = json.loads(capsys.readouterr().out)
     assert len(curve["rates"]) == len(curve["losses"]) <= 12
-    assert picture.exists()
+    assert image.exists()
 
 
 def test_the_tools_take_a_runs_options_from_its_config(packed, tmp_path, capsys):

@@ -180,8 +180,8 @@ def test_one_file_serves_training_and_validation(path):
 
 
 def test_masks_come_as_the_dataset_says(tmp_path):
-    pictures, masks = random_images(8, (8, 8)), [np.full((8, 8, 1), 3, np.uint8)] * 8
-    path = write_packed(tmp_path / "m.h5", pictures, masks=masks)
+    images, masks = random_images(8, (8, 8)), [np.full((8, 8, 1), 3, np.uint8)] * 8
+    path = write_packed(tmp_path / "m.h5", images, masks=masks)
     data = H5DataModule(H5Dataset(path, target_dtype=torch.int64), batch_size=4)
     data.setup()
     _, masks = next(iter(data.train_dataloader()))
