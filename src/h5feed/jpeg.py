@@ -530,7 +530,9 @@ def encode_jpeg(pixels: UInt8, quality: int) -> bytes:
 
     A restart marker follows every two MCUs (32 pixels), so that a reader can decode just the
     part a crop needs (`splice_regions`). It costs 2 % of the bytes at 256² and quality 90
-    (measured on 500 photos), and at most 5 % of the time to decode the whole. Raises
+    (measured on 500 photos), and at most 5 % of the time to decode the whole. Markers after every
+    MCU would be 4 % of the bytes and save 4 % of the time for RandomResizedCrop's part; after every
+    4, 8 and 16 that part takes 2, 19 and 22 % longer. Raises
     ValueError for a side over MAX_JPEG_SIDE.
     """
     if max(pixels.shape[:2]) > MAX_JPEG_SIDE:
