@@ -90,6 +90,19 @@ BOTH = {
             RandomErasing(value="random"), RandomErasing(0.1, value=(1, 2, 3)),
         ],
     ),
+    "tones": (
+        lambda t: t.Compose(
+            [
+                t.RandomPosterize(4), t.RandomSolarize(99, p=0.1), t.RandomInvert(0.2),
+                t.RandomAutocontrast(0.3), t.RandomEqualize(0.4), t.RandomAdjustSharpness(2, 0.6),
+            ]
+        ),
+        [
+            augment.RandomPosterize(4), augment.RandomSolarize(99, 0.1), augment.RandomInvert(0.2),
+            augment.RandomAutocontrast(0.3), augment.RandomEqualize(0.4),
+            augment.RandomAdjustSharpness(2, 0.6),
+        ],
+    ),
     "affine": (
         lambda t: [
             t.RandomAffine(9, (0.1, 0.2), (0.9, 1), shear=3, interpolation=BILINEAR),

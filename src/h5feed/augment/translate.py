@@ -22,6 +22,14 @@ from h5feed.augment.geometry import (
 )
 from h5feed.augment.mixing import CutMix, MixUp, MixUpOrCutMix
 from h5feed.augment.ops import Op
+from h5feed.augment.tone import (
+    RandomAdjustSharpness,
+    RandomAutocontrast,
+    RandomEqualize,
+    RandomInvert,
+    RandomPosterize,
+    RandomSolarize,
+)
 from h5feed.errors import UsageError
 
 __all__ = ["from_torchvision"]
@@ -309,6 +317,12 @@ _MADE: dict[str, Callable[[Any], Iterator[Any]]] = {
     "Grayscale": lambda t: iter([Grayscale(t.num_output_channels)]),
     "RandomGrayscale": lambda t: iter([RandomGrayscale(t.p)]),
     "GaussianBlur": lambda t: iter([GaussianBlur(_listed(t.kernel_size), _listed(t.sigma))]),
+    "RandomPosterize": lambda t: iter([RandomPosterize(t.bits, t.p)]),
+    "RandomSolarize": lambda t: iter([RandomSolarize(t.threshold, t.p)]),
+    "RandomInvert": lambda t: iter([RandomInvert(t.p)]),
+    "RandomAutocontrast": lambda t: iter([RandomAutocontrast(t.p)]),
+    "RandomEqualize": lambda t: iter([RandomEqualize(t.p)]),
+    "RandomAdjustSharpness": lambda t: iter([RandomAdjustSharpness(t.sharpness_factor, t.p)]),
     "ToTensor": _to_tensor,
     "MaybeToTensor": _to_tensor,
     "ConvertImageDtype": lambda t: _floats(t.dtype, True),
