@@ -16,8 +16,10 @@ AUGMENT = [
 ]  # fmt: skip
 TRAIN = [module.name for module in pkgutil.iter_modules(h5feed.train.__path__)]
 FEED = ["dataloader", "dataset", "fields", "loader", "sampling", "tune"]
+BENCH = ("measure", "report", "rounds", "training")
 MODULES = [
     *(f"h5feed.augment.{name}" for name in AUGMENT),
+    *(f"h5feed.bench.{name}" for name in BENCH),
     "h5feed.disk",
     *(f"h5feed.feed.{name}" for name in FEED),
     "h5feed.errors",

@@ -54,7 +54,7 @@ _HEADS = ("measured", "H5Loader, img/s", "Mpixel/s", "against", "img/s", "ratio"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Pair:
     """H5Loader beside something else: ours / other is to be at least `least`."""
 
     what: str
@@ -70,10 +70,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRow:
+class MeasuredPair:
     """A comparison measured: images per second of every round, CPU seconds per image."""
 
-    row: Row
+    row: Pair
     ours: Sequence[float]
     other: Sequence[float]
     cpu: Sequence[float] = ()
@@ -172,26 +172,26 @@ _SAID = "RandomResizedCrop(224) + flip"
 
 ROWS = [
     # what, title, beside, ours, other, least, pixels
-    Row("raw crop / bare loop", f"raw 256 px, {_SAID}", "the bare kernels in a thread pool",
+    Pair("raw crop / bare loop", f"raw 256 px, {_SAID}", "the bare kernels in a thread pool",
         "raw", "bare raw", 0.95, 224**2),
-    Row("raw crop / FFCV raw", "the same", "FFCV, raw",
+    Pair("raw crop / FFCV raw", "the same", "FFCV, raw",
         "raw", "ffcv raw", 3.2, 224**2),
-    Row("jpeg crop / bare loop", f"JPEG 256 px, {_SAID}", "whole decoding and the bare kernels",
+    Pair("jpeg crop / bare loop", f"JPEG 256 px, {_SAID}", "whole decoding and the bare kernels",
         "jpeg", "bare jpeg", 1.15, 224**2),
-    Row("jpeg crop / region loop", "the same", "decoding what the crop needs and the bare kernels",
+    Pair("jpeg crop / region loop", "the same", "decoding what the crop needs and the bare kernels",
         "jpeg", "bare region", 0.9, 224**2),
-    Row("jpeg crop / FFCV jpg", "the same", "FFCV, jpg",
+    Pair("jpeg crop / FFCV jpg", "the same", "FFCV, jpg",
         "jpeg", "ffcv jpg", 2, 224**2),
-    Row("yuv420 crop / raw crop", f"yuv420 256 px, {_SAID}", "H5Loader, raw",
+    Pair("yuv420 crop / raw crop", f"yuv420 256 px, {_SAID}", "H5Loader, raw",
         "yuv420", "raw", 0.85, 224**2),
-    Row("gather / index_select", "raw 256 px, bytes for a device",
+    Pair("gather / index_select", "raw 256 px, bytes for a device",
         "torch.index_select in a thread pool", "gather", "select", 0.9, 256**2),
-    Row("CIFAR crop / FFCV", "CIFAR-10, RandomCrop(32, padding=4) + flip", "FFCV, flip + translate",
-        "cifar", "ffcv cifar", 2, 32**2),
-    Row("CIFAR gather / FFCV", "CIFAR-10, bytes for a device", "FFCV, flip + translate",
+    Pair("CIFAR crop / FFCV", "CIFAR-10, RandomCrop(32, padding=4) + flip",
+        "FFCV, flip + translate", "cifar", "ffcv cifar", 2, 32**2),
+    Pair("CIFAR gather / FFCV", "CIFAR-10, bytes for a device", "FFCV, flip + translate",
         "cifar gather", "ffcv cifar", 8, 32**2),
 ]  # fmt: skip
-COLD = Row("cold / 16 threads pread", "3 GB from the disk, random order", "bare pread, 16 threads",
+COLD = Pair("cold / 16 threads pread", "3 GB from the disk, random order", "bare pread, 16 threads",
     "ours", "pread", 0.9, 256**2)  # fmt: skip
 
 COLD_LOADER = """
@@ -295,7 +295,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def compare(options: argparse.Namespace) -> list[MeasuredRow]:
+def compare(options: argparse.Namespace) -> list[MeasuredPair]:
     """Measure the rows that compare subjects."""
     made, rows = makers(options), chosen(options)
     names = dict.fromkeys(name for row in rows for name in (row.ours, row.other))
@@ -304,7 +304,7 @@ def compare(options: argparse.Namespace) -> list[MeasuredRow]:
     rates = {name: [rate for rate, _ in values] for name, values in found.items()}
     cpu = {name: statistics.median(spent for _, spent in v) for name, v in found.items()}
     return [
-        MeasuredRow(
+        MeasuredPair(
             row=row,
             ours=rates[row.ours],
             other=rates[row.other],
@@ -314,7 +314,7 @@ def compare(options: argparse.Namespace) -> list[MeasuredRow]:
     ]
 
 
-def chosen(options: argparse.Namespace) -> list[Row]:
+def chosen(options: argparse.Namespace) -> list[Pair]:
     """Return the rows asked for, of those that can be measured here."""
     return [
         row
@@ -419,7 +419,7 @@ def index_select(path: Path, batch_size: int, threads: int) -> Callable[[], Iter
     return epoch
 
 
-def measure_cold(options: argparse.Namespace) -> MeasuredRow:
+def measure_cold(options: argparse.Namespace) -> MeasuredPair:
     """Measure cold reads of a 3 GB file in random order."""
     path = synthetic(options.work / "cold.h5", COLD_ITEMS, 256, random=True)
 
@@ -433,7 +433,7 @@ def measure_cold(options: argparse.Namespace) -> MeasuredRow:
         "pread": partial(cold, COLD_PREAD, 16),
     }
     rates = in_turns(sides, options.rounds)
-    return MeasuredRow(row=COLD, ours=rates["ours"], other=rates["pread"])
+    return MeasuredPair(row=COLD, ours=rates["ours"], other=rates["pread"])
 
 
 def measure_start(options: argparse.Namespace) -> dict[str, Any]:

@@ -299,10 +299,10 @@ class FakeGpu:
 
 
 def test_memory_is_that_of_one_loader_among_several(gpu_run):
-    from gpu.memory import Share
+    from gpu.memory import GpuShare
 
     gpu = FakeGpu()
-    share = Share(torch.device("cuda"), gpu)
+    share = GpuShare(torch.device("cuda"), gpu)
     before = share.now()
     gpu.allocated, gpu.reserved, gpu.used = 600, 900, 1600  # images: torch took 600 of the driver
     share.opened(before)
@@ -314,4 +314,4 @@ def test_memory_is_that_of_one_loader_among_several(gpu_run):
         gpu.peak = peak
         share.end(others=70)
     assert share.total == 1400 - 70 + 250
-    assert Share(torch.device("cpu")).total is None
+    assert GpuShare(torch.device("cpu")).total is None

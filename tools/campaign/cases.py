@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Case",
+    "CaseResult",
     "Command",
     "Family",
-    "Outcome",
     "Result",
     "Wrong",
     "at_nth_event",
@@ -249,7 +249,7 @@ def limit_memory(more: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CaseResult:
     """A case's verdict."""
 
     family: str
@@ -261,7 +261,7 @@ class Outcome:
 
 def run_case(
     name: str, family: Family, seed: int, folder: Path, material: Material, deadline: float
-) -> Outcome:
+) -> CaseResult:
     """Run one case in a forked process; its folder stays where it fails."""
     began = time.monotonic()
     folder.mkdir(parents=True)
@@ -282,7 +282,7 @@ def run_case(
     if failure is None:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = time.monotonic() - began
-    return Outcome(family=name, seed=seed, seconds=seconds, failure=failure)
+    return CaseResult(family=name, seed=seed, seconds=seconds, failure=failure)
 
 
 def _serve(case: Case, family: Family, said: Path) -> NoReturn:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cv2
 import torch
-from cases import DEADLINE, Family, Outcome, run_case
+from cases import DEADLINE, CaseResult, Family, run_case
 from families import FAMILIES
 from limits import can_mount
 from material import Material, make_material, small_steps
@@ -171,7 +171,7 @@ def _next(
     return min(left, key=lambda name: tallies[name].seconds / chosen[name][1], default=None)
 
 
-def _show(outcome: Outcome, folder: Path, keep: Path) -> None:
+def _show(outcome: CaseResult, folder: Path, keep: Path) -> None:
     assert outcome.failure is not None
     kept = keep / folder.name
     shutil.rmtree(kept, ignore_errors=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu.memory import Share
+from gpu.memory import GpuShare
 from gpu.ways import Way
 from h5feed.bench import measure
 from h5feed.train.config import TrainConfig
@@ -21,7 +21,7 @@ from h5feed.train.trial import Trial, open_trial
 __all__ = ["measure_loaders"]
 
 
-class _Steps:
+class _TrainedLoader:
     """A loader, with the training step behind it if any, as bench's subjects are."""
 
     dtype = "uint8"
@@ -56,9 +56,9 @@ class _Taking:
     """A way that takes part, and what was measured of it."""
 
     way: Way
-    subject: _Steps | None = None
+    subject: _TrainedLoader | None = None
     windows: list[measure.Window] = field(default_factory=list)
-    memory: Share | None = None
+    memory: GpuShare | None = None
     error: str | None = None
 
 
@@ -88,7 +88,7 @@ def measure_loaders(
         )
         for one in found:
             print(f"opening {one.way.name}, {one.way.threads} threads", flush=True)
-            opened = partial(_Steps, trains=trains)
+            opened = partial(_TrainedLoader, trains=trains)
             expectation = expected(ceiling=one.way.ceiling)
             _guarded(one, partial(_begin, one, trial, opened, expectation, seconds))
         for turn in range(repeats):
@@ -120,11 +120,11 @@ def _guarded(one: _Taking, work: Callable[[], None]) -> None:
 def _begin(
     one: _Taking,
     trial: Trial,
-    opened: Callable[[Trial, Any], _Steps],
+    opened: Callable[[Trial, Any], _TrainedLoader],
     expected: measure.Expectation,
     seconds: float,
 ) -> None:
-    one.memory = Share(trial.world.device)
+    one.memory = GpuShare(trial.world.device)
     before = one.memory.now()
     one.subject = opened(trial, one.way.open(trial))
     one.memory.opened(before)

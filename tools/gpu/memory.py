@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["Share"]
+__all__ = ["GpuShare"]
 
 
 @dataclass(slots=True)
-class Share:
+class GpuShare:
     """What a loader holds; nothing where there is no GPU.
 
     torch knows what its own allocator gave out. What DALI and others allocate is what the driver

@@ -110,7 +110,11 @@ def on_host(values: Any) -> npt.NDArray[Any]:
 
 
 def distinct_share(values: list[bytes]) -> float:
-    """Return which share of `values` differ from one another; 1 where there are none."""
+    """Return which share of `values` differ from one another; 1 where there are none.
+
+    >>> distinct_share([b"cat", b"dog", b"cat", b"cat"])
+    0.5
+    """
     return len(set(values)) / len(values) if values else 1.0
 
 

@@ -282,7 +282,11 @@ def _bar_kind(o: Outcome) -> Literal["ours", "other", "ceiling"]:
 
 
 def number(value: float | None, form: str = ",.0f", factor: float = 1.0) -> str:
-    """Return `value` × `factor` as a cell of a table; a dash for None."""
+    """Return `value` × `factor` as a cell of a table; a dash for None.
+
+    >>> number(20951.3), number(0.5, ".0%"), number(None)
+    ('20,951', '50%', '–')
+    """
     return "–" if value is None else format(value * factor, form)
 
 
@@ -381,6 +385,11 @@ def text_table(
     """Return lines with aligned columns: those in `left` to the left, numbers to the right.
 
     Heads of numbers stand in two lines where they are wider than their numbers.
+
+    >>> print("\\n".join(text_table(["loader", "img/s"], [["H5Loader", "20,951"]], left={0})))
+    loader     img/s
+    ────────  ──────
+    H5Loader  20,951
     """
     columns = list(zip(*rows, strict=True)) or [()] * len(heads)
     needed = [max((len(cell) for cell in column), default=0) for column in columns]
@@ -410,7 +419,11 @@ def _in_two(head: str) -> tuple[str, str]:
 def markdown_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]
 ) -> list[str]:
-    """Return a Markdown table's lines."""
+    """Return a Markdown table's lines.
+
+    >>> markdown_table(["loader", "img/s"], [["H5Loader", "20,951"]], left={0})
+    ['| loader | img/s |', '| --- | ---: |', '| H5Loader | 20,951 |']
+    """
     align = ["---" if k in left else "---:" for k in range(len(heads))]
     return ["| " + " | ".join(cells) + " |" for cells in (heads, align, *rows)]
 

@@ -39,7 +39,11 @@ class Cold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the windows of one loader or one training came to."""
+    """What the windows of one loader or one training came to.
+
+    >>> Rates(rates=(90.0, 100.0, 110.0)).rate, Rates(rates=(90.0, 100.0, 110.0)).spread
+    (100.0, 0.1)
+    """
 
     rates: tuple[float, ...] = ()
     """Images per second of each window."""

@@ -129,7 +129,11 @@ def _repeatable(index: Any, options: dict[str, Any]) -> dict[str, Any]:
 def break_even_epochs(
     pack_seconds: float, images: int, unpacked_rate: float, packed_rate: float
 ) -> float | None:
-    """Return after how many epochs packing has paid for itself; None: never."""
+    """Return after how many epochs packing has paid for itself; None: never.
+
+    >>> break_even_epochs(40.0, 1000, unpacked_rate=100.0, packed_rate=500.0)
+    5.0
+    """
     saved = images / unpacked_rate - images / packed_rate
     return pack_seconds / saved if saved > 0 else None
 
