@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from h5feed import DamagedItemError, H5Dataset, H5Loader, UsageError, augment
 from h5feed.augment.geometry import AxisOp
 from h5feed.interop.dali import SUPPORTED_OPS, DaliLoader, iterator
+from h5feed.jpeg import encode_jpeg
 from images import jpeg_bytes, smooth
 from loaders import KINDS, assert_same, by_index, write_kind
 from packed import further_fields, image_spec, random_images, write_packed
@@ -81,7 +82,7 @@ def test_noise_agrees_to_the_border(tmp_path, antialias, encoding):
     images = random_images(COUNT, (48, 64))
     options = {}
     if encoding == "jpeg":
-        images = [jpeg_bytes(image) for image in images]
+        images = [encode_jpeg(image, 95) for image in images]
         options["stored_shapes"] = np.tile(np.int32([48, 64]), (COUNT, 1))
     spec = image_spec(encoding, (48, 64))
     ds = H5Dataset(write_packed(tmp_path / "a.h5", images, spec=spec, **options))
@@ -291,7 +292,7 @@ def test_worker_processes_change_nothing(ds):
 
 def damaged_file(path, encoding, bad=(), write=lambda data: data[: len(data) // 2]):
     """Twelve JPEG images; the bytes of those in `bad` are changed after packing."""
-    data = [jpeg_bytes(smooth(32, 32, seed)) for seed in range(COUNT)]
+    data = [encode_jpeg(smooth(32, 32, seed), 95) for seed in range(COUNT)]
     size = (0, 0) if encoding == "original" else (32, 32)
     shapes = np.full((COUNT, 2), 32, np.int32)
     write_packed(path, data, spec=image_spec(encoding, size), stored_shapes=shapes)
