@@ -403,6 +403,33 @@ def test_segments_that_are_not_those_of_the_bytes_are_found(way):
     assert caught.value.number == 1
 
 
+def test_a_marker_is_two_bytes():
+    """The second of them alone also stands among the entropy-coded ones."""
+    noise = np.random.default_rng(0).integers(0, 256, (128, 256, 3), np.uint8)
+    data = encode_jpeg(noise, 95)
+    header, lengths = read_header(data), restart_segments(data).astype(np.int64)
+    ends = header.scan_start + lengths.cumsum()
+    moves = [
+        (k, at + 1 - ends[k])
+        for k in range(len(lengths) - 1)
+        for at in range(ends[k] + 1, ends[k + 1] - 2)
+        if data[at] == 0xD0 | k & 7 and data[at - 1] != 0xFF
+    ]
+    assert len(moves) > 5
+    for k, by in moves:
+        bad = lengths.copy()
+        bad[[k, k + 1]] += by, -by
+        with pytest.raises(SegmentsError, match="are not those of its bytes"):
+            splice_regions(
+                np.frombuffer(data, np.uint8),
+                np.zeros(1, np.int64),
+                np.full(1, len(data)),
+                [(header, data[: header.scan_start])],
+                bad.astype(np.uint16),
+                np.array([[10, 10, 20, 20]]),
+            )
+
+
 def test_damage_of_the_entropy_code_is_an_image_or_a_value_error():
     data = encode_jpeg(smooth(96, 96), 90)
     start = read_header(data).scan_start
