@@ -14,9 +14,9 @@ from h5feed.augment.frame import Floats
 from h5feed.augment.ops import (
     CpuStep,
     ImageOp,
+    RandomChange,
     Rows,
     check_pair,
-    check_probability,
     check_size,
     is_number,
     refuse,
@@ -121,7 +121,7 @@ class ColorJitter(ImageOp):
 
 
 @dataclass(frozen=True)
-class RandomGrayscale(ImageOp):
+class RandomGrayscale(RandomChange):
     """Take the color out with probability `p`; three equal channels remain.
 
     >>> from h5feed import H5Dataset, H5Loader
@@ -133,28 +133,15 @@ class RandomGrayscale(ImageOp):
     """
 
     p: float = 0.1
-    columns: ClassVar[int] = 1
-    """1 for gray, 0 for unchanged."""
-    uniforms: ClassVar[int] = 1
     needs_color: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_probability(self, self.p)
+    def change(self, image: Image) -> None:
+        """Put its gray into all channels."""
+        cv2.cvtColor(to_gray(image), cv2.COLOR_GRAY2RGB, image)
 
-    def rows(self, u: Floats) -> Floats:
-        """Mark the images whose uniform lies below p."""
-        return (u < self.p).astype(np.float64)
-
-    def on_cpu(self, row: list[float], image: Image) -> None:
-        """Change one image."""
-        if row[0]:
-            cv2.cvtColor(to_gray(image), cv2.COLOR_GRAY2RGB, image)
-
-    def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-        """Change the images marked."""
-        import torch
-
-        return torch.where(rows[:, :, None, None] > 0, to_gray_batch(images), images)
+    def changed(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the grays, (B, 1, H, W), which stand for all channels."""
+        return to_gray_batch(images)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard
@@ -24,6 +25,7 @@ __all__ = [
     "Draws",
     "ImageOp",
     "Op",
+    "RandomChange",
     "Rows",
     "below",
     "check_fill",
@@ -179,6 +181,41 @@ class ImageOp(Op):
         Images are float, of whole numbers 0..255, so that rounding falls where it does on the CPU.
         """
         return self.on_device(rows, images.float())
+
+
+class RandomChange(ImageOp):
+    """Base: a change that happens to an image with probability `p`, a field of the subclass."""
+
+    columns: ClassVar[int] = 1
+    """1 for changed, 0 for unchanged."""
+    uniforms: ClassVar[int] = 1
+    p: float
+
+    def __post_init__(self) -> None:
+        check_probability(self, self.p)
+
+    def rows(self, u: Floats) -> Floats:
+        """Mark the images whose uniform lies below p."""
+        return (u < self.p).astype(np.float64)
+
+    def on_cpu(self, row: list[float], image: Image) -> None:
+        """Change one image."""
+        if row[0]:
+            self.change(image)
+
+    def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        """Change the images marked."""
+        import torch
+
+        return torch.where(rows[:, :, None, None] > 0, self.changed(images), images)
+
+    @abstractmethod
+    def change(self, image: Image) -> None:
+        """Change uint8 (H, W, C) in place."""
+
+    @abstractmethod
+    def changed(self, images: torch.Tensor) -> torch.Tensor:
+        """Return float32 (B, C, H, W) of whole numbers 0..255, all changed."""
 
 
 def below(u: Floats, count: Ints) -> Ints:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from h5feed.augment.cpu import Image
-from h5feed.augment.frame import Floats
-from h5feed.augment.ops import ImageOp, check_probability, is_number, refuse
+from h5feed.augment.ops import RandomChange, is_number, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -31,40 +29,8 @@ _SHARPNESS: Final = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13
 """Pillow's and torchvision's: what a smoothed image is, from which sharpness leads away."""
 
 
-class _RandomTone(ImageOp):
-    """Base: a change that happens to an image with probability `p`."""
-
-    columns: ClassVar[int] = 1
-    """1 for changed, 0 for unchanged."""
-    uniforms: ClassVar[int] = 1
-    p: float = 0.5
-
-    def rows(self, u: Floats) -> Floats:
-        """Mark the images whose uniform lies below p."""
-        return (u < self.p).astype(np.float64)
-
-    def on_cpu(self, row: list[float], image: Image) -> None:
-        """Change one image."""
-        if row[0]:
-            self.change(image)
-
-    def on_device(self, rows: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-        """Change the images marked."""
-        import torch
-
-        return torch.where(rows[:, :, None, None] > 0, self.changed(images), images)
-
-    @abstractmethod
-    def change(self, image: Image) -> None:
-        """Change uint8 (H, W, C) in place."""
-
-    @abstractmethod
-    def changed(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 (B, C, H, W) of whole numbers 0..255, all changed."""
-
-
 @dataclass(frozen=True)
-class RandomPosterize(_RandomTone):
+class RandomPosterize(RandomChange):
     """Keep the upper `bits` of each channel, with probability `p`.
 
     >>> from h5feed import H5Dataset, H5Loader
@@ -80,7 +46,7 @@ class RandomPosterize(_RandomTone):
     p: float = 0.5
 
     def __post_init__(self) -> None:
-        check_probability(self, self.p)
+        super().__post_init__()
         if self.bits not in range(9):
             raise refuse(self, "bits", self.bits, "must be a whole number from 0 to 8")
 
@@ -95,7 +61,7 @@ class RandomPosterize(_RandomTone):
 
 
 @dataclass(frozen=True)
-class RandomSolarize(_RandomTone):
+class RandomSolarize(RandomChange):
     """Invert the levels from `threshold` on, with probability `p`.
 
     >>> from h5feed import H5Dataset, H5Loader
@@ -111,7 +77,7 @@ class RandomSolarize(_RandomTone):
     p: float = 0.5
 
     def __post_init__(self) -> None:
-        check_probability(self, self.p)
+        super().__post_init__()
         if not is_number(self.threshold) or not 0 <= self.threshold <= 255:
             raise refuse(self, "threshold", self.threshold, "must be a number from 0 to 255")
 
@@ -128,7 +94,7 @@ class RandomSolarize(_RandomTone):
 
 
 @dataclass(frozen=True)
-class RandomInvert(_RandomTone):
+class RandomInvert(RandomChange):
     """Turn an image into its negative, with probability `p`.
 
     >>> from h5feed import H5Dataset, H5Loader
@@ -141,9 +107,6 @@ class RandomInvert(_RandomTone):
 
     p: float = 0.5
 
-    def __post_init__(self) -> None:
-        check_probability(self, self.p)
-
     def change(self, image: Image) -> None:
         """Subtract from 255."""
         np.subtract(255, image, out=image)
@@ -154,7 +117,7 @@ class RandomInvert(_RandomTone):
 
 
 @dataclass(frozen=True)
-class RandomAutocontrast(_RandomTone):
+class RandomAutocontrast(RandomChange):
     """Stretch each channel to the full range, with probability `p`.
 
     >>> from h5feed import H5Dataset, H5Loader
@@ -166,9 +129,6 @@ class RandomAutocontrast(_RandomTone):
     """
 
     p: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_probability(self, self.p)
 
     def change(self, image: Image) -> None:
         """Stretch by a table per channel."""
@@ -188,7 +148,7 @@ class RandomAutocontrast(_RandomTone):
 
 
 @dataclass(frozen=True)
-class RandomEqualize(_RandomTone):
+class RandomEqualize(RandomChange):
     """Make each channel's levels about equally frequent, with probability `p`.
 
     >>> from h5feed import H5Dataset, H5Loader
@@ -200,9 +160,6 @@ class RandomEqualize(_RandomTone):
     """
 
     p: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_probability(self, self.p)
 
     def change(self, image: Image) -> None:
         """Look levels up in tables made of the channels' histograms."""
@@ -227,7 +184,7 @@ class RandomEqualize(_RandomTone):
 
 
 @dataclass(frozen=True)
-class RandomAdjustSharpness(_RandomTone):
+class RandomAdjustSharpness(RandomChange):
     """Blur (below 1) or sharpen (above 1) an image, with probability `p`.
 
     >>> from h5feed import H5Dataset, H5Loader
@@ -243,7 +200,7 @@ class RandomAdjustSharpness(_RandomTone):
     p: float = 0.5
 
     def __post_init__(self) -> None:
-        check_probability(self, self.p)
+        super().__post_init__()
         factor = self.sharpness_factor
         if not is_number(factor) or not 0 <= factor < np.inf:
             raise refuse(self, "sharpness_factor", factor, "must be a number not below 0")
