@@ -34,7 +34,8 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     """Pack `images` (a list of uint8 arrays or bytes, as `spec` stores them) into `path`.
 
     Further keyword arguments: masks (list of (H, W, 1) arrays), source_shapes, stored_shapes,
-    segments (list of uint16 arrays, of jpeg), letterbox, keys, further (FieldValues by name).
+    segments (list of uint16 arrays, of jpeg), letterbox, positions, keys, further (FieldValues by
+    name).
     """
     count = len(images)
     spec = spec or image_spec(size=images[0].shape[:2])
@@ -65,6 +66,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
         source_shapes=np.asarray(sources, np.int32),
         crc32=continue_checksums(crc, kwargs.get("further", {})),
         letterbox=kwargs.get("letterbox"),
+        positions=kwargs.get("positions"),
     )
     shapes = {"images": kwargs.get("stored_shapes")}
     write_file(

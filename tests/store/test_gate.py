@@ -189,6 +189,20 @@ def test_class_number_without_a_class(tmp_path):
     assert "/labels has a number below −1" in refusal(path)
 
 
+def test_positions_are_read_checked_and_under_the_fingerprint(tmp_path):
+    path = tmp_path / "x.h5"
+    plain = read_index(write_packed(path, random_images(3)))
+    assert plain.positions is None
+    moved = read_index(write_packed(path, random_images(3), positions=np.array([5, 0, 2])))
+    assert moved.positions.tolist() == [5, 0, 2]
+    assert moved.fingerprint != plain.fingerprint
+    write_packed(path, random_images(3), positions=np.array([5, -1, 2]))
+    assert "/positions has a number below 0" in refusal(path)
+    with h5py.File(write_packed(path, random_images(3), positions=np.arange(3)), "r+") as file:
+        file["positions"][0] = 7
+    assert "its fingerprint does not match" in refusal(path)
+
+
 @pytest.mark.parametrize("box", [(-1, 0, 4, 4), (0, 0, 33, 4), (0, 0, 0, 4)])
 def test_box_outside_the_letterbox(tmp_path, box):
     boxes = np.tile(np.int32(box), (3, 1))

@@ -44,6 +44,7 @@ __all__ = ["Gate", "validated_index"]
 
 _MEMBERS = {
     IMAGES, MASKS, FIELDS, "labels", "classes", "keys", "source_shapes", "crc32", "letterbox",
+    "positions",
 }  # fmt: skip
 _USER = "user"  # what lies below it is the user's own, and never opened
 _SPEC_TEXTS = ("encoding", "color_space", "layout", "fit", "interpolation")
@@ -184,7 +185,7 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     extents = {IMAGES: _extent(gate, file, IMAGES, len(labels))}
     if MASKS in names:
         extents[MASKS] = _extent(gate, file, MASKS, len(labels), extents[IMAGES].spec)
-    columns = _columns(gate, file, labels, letterbox="letterbox" in names)
+    columns = _columns(gate, file, labels, names)
     _check_ranges(gate, columns, extents[IMAGES].spec)
     _check_sizes(gate, extents)
     if extents[IMAGES].spec.encoding == "jpeg":
@@ -236,7 +237,10 @@ def _labels(gate: Gate, file: h5py.File) -> Any:
     return data[()]
 
 
-def _columns(gate: Gate, file: h5py.File, labels: Any, *, letterbox: bool) -> Columns:
+def _columns(gate: Gate, file: h5py.File, labels: Any, names: Sequence[str]) -> Columns:
+    def optional(name: str, dtype: str, *shape: int) -> Any:
+        return gate.array(file, name, dtype, shape) if name in names else None
+
     count = len(labels)
     keys = gate.group(file, "keys", {"bytes", "offsets"})
     key_bytes = gate.array(keys, "bytes", "|u1", (None,))
@@ -249,7 +253,8 @@ def _columns(gate: Gate, file: h5py.File, labels: Any, *, letterbox: bool) -> Co
         key_offsets=key_offsets,
         source_shapes=gate.array(file, "source_shapes", "<i4", (count, 2)),
         crc32=gate.array(file, "crc32", "<u4", (count,)),
-        letterbox=gate.array(file, "letterbox", "<i4", (count, 4)) if letterbox else None,
+        letterbox=optional("letterbox", "<i4", count, 4),
+        positions=optional("positions", "<i8", count),
     )
 
 
@@ -389,6 +394,8 @@ def _check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
     if known and labels.ndim == 1 and labels.max() >= known:
         raise gate.refuse(f"/labels has a class number outside 0 to {known - 1}")
     _check_sides(gate, "/source_shapes", columns.source_shapes, MAX_SOURCE_SIDE)
+    if columns.positions is not None and columns.positions.min() < 0:
+        raise gate.refuse("/positions has a number below 0")
     if columns.letterbox is None and spec.fit == "pad":
         raise gate.refuse("/letterbox belongs to fit=pad, and it has none")
     if columns.letterbox is not None and spec.fit != "pad":

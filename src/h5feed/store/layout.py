@@ -323,6 +323,8 @@ class Columns:
     (store=jpeg), its mask, and then its further fields, sorted by name."""
     letterbox: Int32 | None = None
     """(N, 4) top, left, height, width of the image inside the letterbox (fit="pad")."""
+    positions: Int64 | None = None
+    """(N,) of a shard: where each item stood in the source, 0 to the source's images − 1."""
 
     def __len__(self) -> int:
         return len(self.source_shapes)
@@ -409,6 +411,8 @@ def fingerprint(
         if not spec.is_fixed:
             arrays += [offsets[spec.name], shapes[spec.name]]
     arrays += [extent.offsets for _, extent in others]
+    if columns.positions is not None:
+        arrays.append(columns.positions)
     for array in arrays:
         if array is None:
             digest.update(b"-")

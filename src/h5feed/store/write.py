@@ -359,6 +359,8 @@ def _add_columns(file: h5py.File, columns: Columns) -> None:
     _add_array(file, "crc32", columns.crc32)
     if columns.letterbox is not None:
         _add_array(file, "letterbox", columns.letterbox)
+    if columns.positions is not None:
+        _add_array(file, "positions", columns.positions)
 
 
 def _add_array(parent: h5py.Group, name: str, array: np.ndarray[Any, Any] | None) -> h5py.Dataset:
