@@ -9,7 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from h5feed import H5Dataset
 from h5feed.errors import PackError, UsageError
+from h5feed.feed.facts import facts_in_words, file_facts
 from h5feed.packing import PackOptions, pack
 from h5feed.packing.options import field_specs
 from h5feed.packing.resize import fit_image
@@ -56,13 +58,31 @@ def test_a_dataset_of_any_image_type(out, convert):
     assert check_file(out).is_sound
 
 
+class Targets(Pairs):
+    classes = ()
+
+
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
 def test_a_dataset_of_targets(out, make):
     targets = [[0.5, float(i)] for i in range(6)]
-    pack(Pairs([(a, make(t)) for a, t in zip(arrays(), targets, strict=True)]), out, size=16)
+    pack(Targets([(a, make(t)) for a, t in zip(arrays(), targets, strict=True)]), out, size=16)
     with h5py.File(out) as file:
         assert file["labels"].dtype == np.float32
         assert file["labels"][:].tolist() == targets
+
+
+def test_a_dataset_of_several_classes_an_item(out):
+    hot = [[1, 0], [1, 1], [0, 0], [0, 1], [0, 0], [1, 0]]
+    pack(Pairs([(a, np.array(t)) for a, t in zip(arrays(), hot, strict=True)]), out, size=16)
+    ds = H5Dataset(out)
+    assert (ds.classes, ds.targets.dtype, ds.targets.tolist()) == (["even", "odd"], "f4", hot)
+    facts = file_facts(ds.files.indexes[0])
+    assert facts["class_counts"] == {"even": 3, "odd": 2, "(none)": 2}
+    assert (facts["targets"], facts["targets_per_item"]) == ([], None)
+    assert ds.select(lambda columns: [name == ("odd",) for name in columns["class"]]).tolist() == [
+        3
+    ]
+    assert "2 classes" in facts_in_words(facts, classes=9)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError(), MemoryError()])
@@ -109,6 +129,10 @@ def test_a_dataset_item_that_raises_is_skipped(out):
         ((np.zeros((8, 8), np.uint8), "cat"), r"the label of Pairs\[0\] is a str"),
         ((np.zeros((8, 8), np.uint8), []), r"the label of Pairs\[0\] is a list"),
         ((np.zeros((8, 8), np.uint8), 2), r"Pairs\[0\] is 2: −1 or a class number, 0 to 1 of its"),
+        (
+            (np.zeros((8, 8), np.uint8), [1, 0, 0]),
+            r"Pairs\[0\] has 3 numbers for the 2 classes",
+        ),
         ((np.zeros((8, 8), np.uint8), -2), r"the label of Pairs\[0\] is -2: −1 or a class number"),
         (np.zeros((8, 8), np.uint8), r"Pairs\[0\] is ndarray .*: \(image, label\) is needed"),
     ],

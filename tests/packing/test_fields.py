@@ -129,7 +129,7 @@ def test_wrong_fields_are_refused(root, field, said):
 
 
 def test_a_field_needs_a_manifest_and_is_given_once(root):
-    with pytest.raises(UsageError, match="fields=x are columns of a manifest: give one"):
+    with pytest.raises(UsageError, match="fields=x is about a manifest's columns: give one"):
         pack(root, root.parent / "a.h5", fields=["x"])
     path = manifest(root, ["path", "x"], [(NAMES[0], 1)])
     with pytest.raises(UsageError, match="field='x' is given twice"):

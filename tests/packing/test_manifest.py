@@ -147,6 +147,91 @@ def test_a_column_that_counts_rows_is_never_a_target(root, column):
     assert opened(root, f"{column},path\n9,a/1.jpg\n", targets=[column]).labels.tolist() == [[9]]
 
 
+HOT = [[0, 1, 1], [1, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        (
+            "l.csv",
+            "path,class\na/1.jpg,cat dog\na/2.jpg,bird\nb/3.jpg,\n",
+            {"label_delimiter": " "},
+        ),
+        (
+            "l.csv",
+            "path,tags\na/1.jpg,dog; cat;\na/2.jpg,bird\nb/3.jpg,\n",
+            {"label_delimiter": ";", "label_column": "tags"},
+        ),
+        (
+            "l.jsonl",
+            '{"path": "a/1.jpg", "label": ["dog", "cat", "dog"]}\n'
+            '{"path": "a/2.jpg", "label": ["bird"]}\n{"path": "b/3.jpg", "label": []}\n',
+            {},
+        ),
+        (
+            "l.csv",
+            "path,bird,cat,dog,n\na/1.jpg,0,1,1,5\na/2.jpg,1.0,0,0,6\nb/3.jpg,0,0,0,7\n",
+            {"class_columns": ["bird", "[cd]*"]},
+        ),
+    ],
+)
+def test_several_classes_are_stored_multi_hot(root, name, text, options):
+    source = opened(root, text, name, **options)
+    assert source.classes == ("bird", "cat", "dog")
+    assert (source.labels.dtype, source.labels.tolist()) == (np.float32, HOT)
+    assert source.targets == ()
+    left = ("left out of the manifest: 1 column ('n')",) if ",n\n" in text else ()
+    assert source.notes == left
+
+
+def test_several_class_numbers_and_their_order(root):
+    source = opened(root, "path,label\na/1.jpg,2 0\na/2.jpg,\n", label_delimiter=" ")
+    assert (source.classes, source.labels.tolist()) == (("0", "1", "2"), [[1, 0, 1], [0, 0, 0]])
+    text = "path,class\na/1.jpg,c10 c2\na/2.jpg,c2\n"
+    source = opened(root, text, label_delimiter=" ", class_order="natural")
+    assert (source.classes, source.labels.tolist()) == (("c2", "c10"), [[1, 1], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        (
+            "a/1.jpg,1 cat\n",
+            {"label_delimiter": " "},
+            "line 2, column 'label': 'cat' is not a",
+        ),
+        ("a/1.jpg,cat 1\n", {"label_delimiter": " "}, "line 2, column 'label': '1' is a number am"),
+        ("a/1.jpg,-1\n", {"label_delimiter": " "}, "-1 is not a class number (0 to 999999)"),
+        ("a/1.jpg,\n", {"label_delimiter": " "}, "list.csv: no row has a class in column 'label'"),
+        ("a/1.jpg,2\n", {"class_columns": ["label"]}, "column 'label': '2' is neither 0 nor 1"),
+        ("a/1.jpg,\n", {"class_columns": ["label"]}, "column 'label': '' is neither 0 nor 1"),
+        (
+            "a/1.jpg,2\n",
+            {"class_columns": ["has_*"]},
+            "class_columns=has_*: …/list.csv has no such column of 0 and 1; its other columns are "
+            "'label'",
+        ),
+        (
+            "a/1.jpg,1\n",
+            {"class_columns": ["label"], "class_order": "natural"},
+            "class_order=natural numbers class names, and does nothing to class columns, which ",
+        ),
+    ],
+)
+def test_a_mistake_among_several_classes_is_named(root, text, options, said):
+    with pytest.raises(UsageError) as caught:
+        opened(root, "path,label\n" + text, **options)
+    assert said in str(caught.value).replace(str(root.parent), "…")
+
+
+def test_a_list_beside_single_labels_is_named(root):
+    lines = '{"path": "a/1.jpg", "label": ["cat"]}\n{"path": "a/2.jpg", "label": "cat"}\n'
+    assert refusal(root, lines, "l.jsonl") == (
+        "…/l.jsonl, line 2, column 'label': 'cat' is no list, as in the first row"
+    )
+
+
 def test_what_stands_beside_labels_is_left_out_and_said(root):
     source = opened(root, "path,age,class\na/1.jpg,3,dog\n")
     assert (source.classes, source.labels.tolist()) == (("dog",), [0])

@@ -358,6 +358,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def targets(self) -> Any:
         """Class number of each item, −1 where there is none; or a float32 array (N, K).
 
+        With `classes`, that has 1 for each of the K classes of an item of several.
         A list, made at the first use; it and the array are read-only.
         """
         labels = self.files.labels

@@ -60,13 +60,21 @@ def channel_stats(
 
 
 def class_counts(index: FileIndex) -> dict[str, int]:
-    """Items of each class by name; "(none)" counts label −1, "(targets)" float targets."""
-    if index.labels.ndim == 2:
+    """Items of each class by name; "(none)" counts label −1, "(targets)" float targets.
+
+    An item of several classes counts for each.
+    """
+    if index.labels.ndim == 2 and not index.classes:
         return {"(targets)": len(index)}
-    # Not bincount: without classes a single label may be 10⁹.
-    labels, counts = (array.tolist() for array in np.unique(index.labels, return_counts=True))
-    by_label = dict(zip(labels, counts, strict=True))
-    none = by_label.pop(-1, 0)
+    if index.labels.ndim == 2:
+        has = index.labels > 0
+        by_label = dict(enumerate(has.sum(axis=0).tolist()))
+        none = int((~has.any(axis=1)).sum())
+    else:
+        # Not bincount: without classes a single label may be 10⁹.
+        labels, counts = (array.tolist() for array in np.unique(index.labels, return_counts=True))
+        by_label = dict(zip(labels, counts, strict=True))
+        none = by_label.pop(-1, 0)
     found: dict[str, int] = {}
     if index.classes:
         for label, name in enumerate(index.classes):
@@ -80,7 +88,7 @@ def class_counts(index: FileIndex) -> dict[str, int]:
 
 def target_names(index: FileIndex) -> list[str]:
     """Return the names of float targets, as packing noted them; their numbers where it did not."""
-    if index.labels.ndim == 1:
+    if index.labels.ndim == 1 or index.classes:
         return []
     count = index.labels.shape[1]
     noted = index.provenance.get("targets")
@@ -98,7 +106,7 @@ def file_facts(index: FileIndex) -> dict[str, Any]:
         "file_bytes": index.size,
         "classes": len(index.classes),
         "class_counts": class_counts(index),
-        "targets_per_item": int(index.labels.shape[1]) if index.labels.ndim == 2 else None,
+        "targets_per_item": len(target_names(index)) or None,
         "targets": target_names(index),
         "fields": {
             name: extent.spec.attributes() | {"bytes": extent.nbytes}

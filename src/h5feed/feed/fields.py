@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,9 @@ class Fields(Mapping[str, FieldColumn]):
 class ItemColumns(Mapping[str, NDArray[Any]]):
     """What is known of every item, as arrays (N,) or (N, …), each made when it is asked for.
 
-    `label` (numbers), `class` (their names), `key` (paths), `width` and `height` (of the source),
-    and every further field: numbers as they are, others as arrays of objects.
+    `label` (numbers), `class` (their names; tuples of them where an item may have several),
+    `key` (paths), `width` and `height` (of the source), and every further field: numbers as they
+    are, others as arrays of objects.
     """
 
     def __init__(self, files: PackedFiles) -> None:
@@ -154,8 +156,13 @@ class ItemColumns(Mapping[str, NDArray[Any]]):
         return len(self._own) + len(self._fields)
 
     def _class_names(self) -> NDArray[Any]:
+        labels = self._files.labels
+        if labels.ndim == 2:  # of several classes, which targets have none of
+            made = np.empty(len(labels), object)
+            made[:] = [tuple(compress(self._files.classes, row)) for row in labels.tolist()]
+            return made
         names = np.array([*self._files.classes, ""], object)  # −1 is the last: no class
-        return np.asarray(names[self._files.labels])
+        return np.asarray(names[labels])
 
 
 def select_items(files: PackedFiles, condition: Callable[[ItemColumns], Any]) -> Indices:

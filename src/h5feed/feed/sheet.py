@@ -3,6 +3,7 @@
 import colorsys
 import os
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,8 @@ def _cell(files: PackedFiles, index: int, height: int, width: int) -> _Cell:
     elif isinstance(target, int):
         known = 0 <= target < len(files.classes)
         caption = files.classes[target] if known else f"label {target}"
+    elif files.classes:
+        caption = ", ".join(compress(files.classes, target))
     else:
         caption = ", ".join(f"{value:g}" for value in target)
     return _Cell(image, caption)

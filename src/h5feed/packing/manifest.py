@@ -6,9 +6,13 @@ column class names; `path_column` and `label_column` name such columns. Numbers 
 columns that `targets` names, or those called `target` or `target_…`. No other column is ever a
 target: an index that pandas wrote is a number too. Beside these it is left out, and said; where
 there is nothing else, it is asked for.
+
+An item of several classes has a list in its label cell, a text with a delimiter between class
+names or numbers where one is given, or a column of 0 and 1 for each class (`class_columns`).
 """
 
 import csv
+import fnmatch
 import json
 import os
 import re
@@ -30,7 +34,14 @@ from h5feed.packing.fields import FieldBuilder, parse_field
 from h5feed.store.fields import FieldValues
 from h5feed.text import counted
 
-__all__ = ["EXTENSIONS", "ClassOrder", "Table", "read_manifest", "sorted_classes"]
+__all__ = [
+    "EXTENSIONS",
+    "ClassOrder",
+    "ColumnOptions",
+    "Table",
+    "read_manifest",
+    "sorted_classes",
+]
 
 EXTENSIONS = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif",
@@ -67,13 +78,14 @@ class Table:
 
     classes: tuple[str, ...]
     labels: npt.NDArray[np.int64] | npt.NDArray[np.float32]
-    """int64 (N,), −1 where there is none; or float32 (N, K) targets."""
+    """int64 (N,), −1 where there is none; or float32 (N, K): targets, or with K classes 1 for those
+    that an item has and 0 for the others."""
     key_bytes: npt.NDArray[np.uint8]
     """The paths below the folder, '/' between folders, back to back (file-system bytes)."""
     key_offsets: npt.NDArray[np.int64]
     """(N+1,) where each key begins in `key_bytes`."""
     targets: tuple[str, ...] = ()
-    """The names of float32 labels' K columns."""
+    """The names of K targets."""
     fields: Mapping[str, FieldValues] = field(default_factory=dict)
     """Further fields by name."""
     notes: tuple[str, ...] = ()
@@ -103,22 +115,23 @@ def sorted_classes(names: Iterable[str], order: ClassOrder = "sorted") -> list[s
     return sorted(names, key=natural)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnOptions:
+    """What a user says of a table's columns; `PackOptions` describes each."""
+
+    path_column: str | None = None
+    label_column: str | None = None
+    label_delimiter: str | None = None
+    class_columns: Sequence[str] = ()
+    targets: Sequence[str] = ()
+    fields: Sequence[str] = ()
+    class_order: ClassOrder = "sorted"
+
+
 def read_manifest(
-    manifest: Path,
-    root: Path,
-    *,
-    path_column: str | None = None,
-    label_column: str | None = None,
-    targets: Sequence[str] = (),
-    class_order: ClassOrder = "sorted",
-    fields: Sequence[str] = (),
-    seen: Callable[[], None],
+    manifest: Path, root: Path, wanted: ColumnOptions, *, seen: Callable[[], None]
 ) -> Table:
     """Read a manifest whose relative paths start at the folder `root`; `seen` is called per row.
-
-    `path_column` and `label_column` are the columns of paths and of labels, whatever they are
-    called. `targets` are the columns of numbers to predict, in the order they are packed in.
-    `fields` are the columns to keep as further fields, each NAME or NAME:TYPE.
 
     Raises UsageError naming file, line and column; PackError where it cannot be read.
     """
@@ -130,11 +143,8 @@ def read_manifest(
         kind = manifest.stat().st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a pipe would wait for good
             raise UsageError(f"manifest {str(manifest)!r} is a pipe or a device: give a file")
-        builder = _Builder(manifest, root, class_order, seen)
-        builder.fields = [
-            FieldBuilder(*parse_field(text), texts=reader is _csv_rows) for text in fields
-        ]
-        return builder.table(reader(manifest), path_column, label_column, targets)
+        builder = _Builder(manifest, root, wanted, seen, texts=reader is _csv_rows)
+        return builder.table(reader(manifest))
     except FileNotFoundError as ex:
         raise UsageError(f"manifest {str(manifest)!r} does not exist") from ex
     except OSError as ex:
@@ -157,51 +167,72 @@ class _Builder:
     """Gathers a manifest's rows into columns."""
 
     def __init__(
-        self, manifest: Path, root: Path, class_order: ClassOrder, seen: Callable[[], None]
+        self,
+        manifest: Path,
+        root: Path,
+        wanted: ColumnOptions,
+        seen: Callable[[], None],
+        *,
+        texts: bool,
     ) -> None:
         self.manifest = manifest
-        self._class_order: ClassOrder = class_order
+        self._wanted = wanted
         self._seen = seen
         self.root = os.fspath(root)
         self.blob = bytearray()
         self.offsets = array("q", [0])
-        self.fields: list[FieldBuilder] = []
+        self.fields = [FieldBuilder(*parse_field(text), texts=texts) for text in wanted.fields]
 
-    def table(
-        self,
-        rows: Iterator[Row],
-        path_column: str | None,
-        label_column: str | None,
-        targets: Sequence[str],
-    ) -> Table:
+    def table(self, rows: Iterator[Row]) -> Table:
+        wanted = self._wanted
         first = next(rows, None)
         if first is None:
             raise UsageError(f"manifest {str(self.manifest)!r} lists no images")
         columns = list(first[1])
-        path = self._given("path_column", path_column, columns) or self._column(columns, _PATHS)
+        path = self._given("path_column", columns) or self._column(columns, _PATHS)
         if path is None:
             raise UsageError(
                 f"{self.manifest}: no column of paths among {', '.join(columns)}: say which it "
                 f"is, as --path-column {columns[0]}, or name it {', '.join(_PATHS[:-1])} or "
                 f"{_PATHS[-1]}"
             )
-        label = self._given("label_column", label_column, columns) or self._column(columns, _LABELS)
+        label = self._given("label_column", columns) or self._column(columns, _LABELS)
         name = self._column(columns, _CLASSES)
         if name == label:
             name = None
         self._check_fields(columns)
         rows = self._keep_keys(first, rows, path)
-        if targets or (label is None and name is None):
+        kept = {path, *(one.name for one in self.fields)}
+        if wanted.class_columns:
+            self._refuse_class_order("class columns, which come in the order they are named in")
+            found = self._class_columns([c for c in columns if c not in kept])
+            return self._finish_with(columns, (path, *found), self._with_columns(rows, found))
+        if wanted.targets or (label is None and name is None):
             self._refuse_class_order("a manifest without classes")
-            kept = {path, *(one.name for one in self.fields)}
-            targets = self._targets(columns, [c for c in columns if c not in kept], targets)
-            return self._finish_with(columns, (path, *targets), self._with_targets(rows, targets))
+            found = self._targets(columns, [c for c in columns if c not in kept], wanted.targets)
+            return self._finish_with(columns, (path, *found), self._with_targets(rows, found))
+        several = label or name or ""
+        if wanted.label_delimiter is not None or isinstance(first[1].get(several), list):
+            return self._finish_with(columns, (path, several), self._with_several(rows, several))
         if label is not None and _is_name(first[1].get(label)):
             return self._finish_with(columns, (path, label), self._with_names(rows, label))
         if label is not None:
             self._refuse_class_order(f"the class numbers of column {label!r}")
         taken = [column for column in (path, label, name) if column is not None]
         return self._finish_with(columns, taken, self._with_labels(rows, label, name))
+
+    def _class_columns(self, others: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns of 0 and 1, by their names or by patterns such as "has_*"."""
+        found: dict[str, None] = {}
+        for pattern in self._wanted.class_columns:
+            names = [pattern] if pattern in others else fnmatch.filter(others, pattern)
+            if not names:
+                raise UsageError(
+                    f"class_columns={pattern}: {self.manifest} has no such column of 0 and 1; its "
+                    f"other columns are {', '.join(map(repr, others))}"
+                )
+            found |= dict.fromkeys(names)
+        return tuple(found)
 
     def _targets(
         self, columns: Sequence[str], others: Sequence[str], wanted: Sequence[str]
@@ -232,13 +263,14 @@ class _Builder:
         return replace(table, notes=(note,))
 
     def _refuse_class_order(self, what: str) -> None:
-        if self._class_order != "sorted":
+        if self._wanted.class_order != "sorted":
             raise UsageError(
-                f"class_order={self._class_order} numbers class names, and does nothing to {what}: "
-                "leave it out"
+                f"class_order={self._wanted.class_order} numbers class names, and does nothing to "
+                f"{what}: leave it out"
             )
 
-    def _given(self, option: str, column: str | None, columns: Sequence[str]) -> str | None:
+    def _given(self, option: str, columns: Sequence[str]) -> str | None:
+        column: str | None = getattr(self._wanted, option)
         if column is not None and column not in columns:
             raise UsageError(
                 f"{option}={column!r}: {self.manifest} has no such column; its columns are "
@@ -325,7 +357,7 @@ class _Builder:
         labels = array("q")
         names: dict[int, str] = {}
         for row in rows:
-            number = self._label(row, label)
+            number = self._label(row, label, self._cell(row, label))
             labels.append(number)
             if name is not None and number >= 0:
                 given = self._class_name(row, name, str(self._cell(row, name)))
@@ -350,8 +382,7 @@ class _Builder:
                 )
         return tuple(numbers)
 
-    def _label(self, row: Row, column: str) -> int:
-        cell = self._cell(row, column)
+    def _label(self, row: Row, column: str, cell: Any, *, least: int = -1) -> int:
         try:
             number = int(cell)
         except (TypeError, ValueError):
@@ -361,8 +392,9 @@ class _Builder:
             if _is_number(cell):
                 advice = "call a column to predict 'target'"
             raise self._error(row, column, f"{_SHORT.repr(cell)} is not a whole number; {advice}")
-        if not -1 <= number < _MOST_CLASSES:
-            what = f"{number} is not a class number (−1, or 0 to {_MOST_CLASSES - 1})"
+        if not least <= number < _MOST_CLASSES:
+            none = "−1, or " if least else ""
+            what = f"{number} is not a class number ({none}0 to {_MOST_CLASSES - 1})"
             raise self._error(row, column, what + "; call a column to predict 'target'")
         return number
 
@@ -371,17 +403,72 @@ class _Builder:
         seen = array("q")
         for row in rows:
             cell = self._cell(row, column)
-            if not isinstance(cell, str) or not cell:
-                raise self._error(row, column, f"{_SHORT.repr(cell)} is not a class name")
-            if _is_number(cell) and column.lower() not in _CLASSES:
-                what = f"{_SHORT.repr(cell)} is a number among class names: call the column 'class'"
-                raise self._error(row, column, f"{what} if it is a name")
-            name = self._class_name(row, column, cell)
-            seen.append(numbers.setdefault(name, len(numbers)))
-        classes = sorted_classes(numbers, self._class_order)
+            seen.append(self._number_of(row, column, cell, numbers))
+        classes, rank = self._ranked(numbers)
+        return self._finish(classes, rank[np.frombuffer(seen, np.int64)])
+
+    def _number_of(self, row: Row, column: str, cell: Any, numbers: dict[str, int]) -> int:
+        """Return the number of a class name, in the order in which names appear."""
+        if not isinstance(cell, str) or not cell:
+            raise self._error(row, column, f"{_SHORT.repr(cell)} is not a class name")
+        if _is_number(cell) and column.lower() not in _CLASSES:
+            what = f"{_SHORT.repr(cell)} is a number among class names: call the column 'class'"
+            raise self._error(row, column, f"{what} if it is a name")
+        name = self._class_name(row, column, cell)
+        return numbers.setdefault(name, len(numbers))
+
+    def _ranked(self, numbers: Mapping[str, int]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
+        """Return the classes in their order, and the place there of each number."""
+        classes = sorted_classes(numbers, self._wanted.class_order)
         rank = np.empty(len(classes), np.int64)
         rank[[numbers[name] for name in classes]] = np.arange(len(classes))
-        return self._finish(tuple(classes), rank[np.frombuffer(seen, np.int64)])
+        return tuple(classes), rank
+
+    def _with_several(self, rows: Iterator[Row], column: str) -> Table:
+        """Read any number of classes a row: all names, or all class numbers."""
+        item, seen = array("q"), array("q")
+        numbers: dict[str, int] = {}
+        named: bool | None = None
+        for at, row in enumerate(rows):
+            for part in self._parts(row, column):
+                if named is None:
+                    named = _is_name(part) or column.lower() in _CLASSES
+                item.append(at)
+                if named:
+                    seen.append(self._number_of(row, column, part, numbers))
+                else:
+                    seen.append(self._label(row, column, part, least=0))
+        if not seen:
+            raise UsageError(f"{self.manifest}: no row has a class in column {column!r}")
+        if not named:
+            self._refuse_class_order(f"the class numbers of column {column!r}")
+        found = np.frombuffer(seen, np.int64)
+        classes, rank = self._ranked(numbers)
+        if not named:
+            classes, rank = tuple(map(str, range(found.max() + 1))), np.arange(found.max() + 1)
+        labels = np.zeros((len(self.offsets) - 1, len(classes)), np.float32)
+        labels[np.frombuffer(item, np.int64), rank[found]] = 1
+        return self._finish(classes, labels)
+
+    def _parts(self, row: Row, column: str) -> list[Any]:
+        cell = self._cell(row, column)
+        if isinstance(cell, list):
+            return cell
+        if self._wanted.label_delimiter is None:
+            raise self._error(row, column, f"{_SHORT.repr(cell)} is no list, as in the first row")
+        parts = [part.strip() for part in str(cell).split(self._wanted.label_delimiter)]
+        return [part for part in parts if part]
+
+    def _with_columns(self, rows: Iterator[Row], columns: Sequence[str]) -> Table:
+        values = bytearray()
+        for row in rows:
+            for column in columns:
+                cell = self._cell(row, column)
+                if not _is_number(cell) or float(cell) not in (0, 1):
+                    raise self._error(row, column, f"{_SHORT.repr(cell)} is neither 0 nor 1")
+                values.append(int(float(cell)))
+        labels = np.frombuffer(values, np.uint8).astype(np.float32)
+        return self._finish(tuple(columns), labels.reshape(-1, len(columns)))
 
     def _class_name(self, row: Row, column: str, name: str) -> str:
         try:

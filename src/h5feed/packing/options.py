@@ -16,6 +16,9 @@ from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spe
 __all__ = ["PackOptions", "field_specs"]
 
 _NOT_CONTENT = frozenset({"num_workers", "on_error", "max_skipped", "overwrite", "resume"})
+_OF_COLUMNS = (
+    "path_column", "label_column", "label_delimiter", "class_columns", "targets", "fields",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,14 @@ class PackOptions:
     path_column: str | None = None
     """The manifest's column of paths, whatever it is called; ids without extension will do."""
     label_column: str | None = None
-    """The manifest's column of class numbers or names, whatever it is called."""
+    """The manifest's column of class numbers or names, whatever it is called. A cell may hold a
+    list of them, in jsonl: an item of several classes."""
+    label_delimiter: str | None = None
+    """What stands between the classes of an item of several, such as " " in "cat dog"; without it
+    such a cell is one class."""
+    class_columns: tuple[str, ...] = ()
+    """The manifest's columns of 0 and 1, one for each class that an item may have, in their
+    order; patterns such as "has_*" will do."""
     targets: tuple[str, ...] = ()
     """The manifest's columns of numbers to predict, whatever they are called."""
     fields: Annotated[UseAppendAction[tuple[str, ...]], arg(name="field")] = ()
@@ -121,6 +131,7 @@ class PackOptions:
             named[name] = None if named[name] is None else named[name].name
         return named | {
             "background": list(self.background),
+            "class_columns": list(self.class_columns),
             "targets": list(self.targets),
             "fields": list(self.fields),
         }
@@ -153,21 +164,22 @@ class PackOptions:
                 f"annotations={self.annotations} and manifest={self.manifest} both list the "
                 "images: give one of them"
             )
-        if self.fields and self.manifest is None:
+        for name in _OF_COLUMNS:
+            if (value := getattr(self, name)) and self.manifest is None:
+                text = value if isinstance(value, str) else " ".join(value)
+                raise UsageError(f"{name}={text} is about a manifest's columns: give one as well")
+        if self.label_delimiter == "":
+            raise UsageError("label_delimiter='' is empty: give what stands between two classes")
+        given = {
+            name: value
+            for name in ("label_column", "label_delimiter", "class_columns", "targets")
+            if (value := getattr(self, name))
+        }
+        if len(given) > 1 and given.keys() & {"class_columns", "targets"}:
+            said = [f"{k}={v if isinstance(v, str) else ' '.join(v)}" for k, v in given.items()]
             raise UsageError(
-                f"fields={' '.join(self.fields)} are columns of a manifest: give one as well"
-            )
-        if self.targets and self.manifest is None:
-            raise UsageError(
-                f"targets={' '.join(self.targets)} are columns of a manifest: give one as well"
-            )
-        for name in ("path_column", "label_column"):
-            if (column := getattr(self, name)) is not None and self.manifest is None:
-                raise UsageError(f"{name}={column} is a column of a manifest: give one as well")
-        if self.targets and self.label_column is not None:
-            raise UsageError(
-                f"label_column={self.label_column} beside targets={' '.join(self.targets)}: an "
-                "item has a class or numbers to predict, leave one of them out"
+                f"{said[0]} beside {said[-1]}: an item has a class, several, or numbers to "
+                "predict, leave one of them out"
             )
         if self.quality != 90 and self.store in ("raw", "yuv420"):
             raise UsageError(

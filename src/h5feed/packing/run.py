@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
@@ -109,6 +108,8 @@ def pack(
     manifest: Any = None,
     path_column: str | None = None,
     label_column: str | None = None,
+    label_delimiter: str | None = None,
+    class_columns: Sequence[str] = (),
     targets: Sequence[str] = (),
     fields: Sequence[str] = (),
     annotations: str | os.PathLike[str] | None = None,
@@ -158,6 +159,8 @@ def pack(
         manifest=Path(manifest) if _is_path(manifest) else None,
         path_column=path_column,
         label_column=label_column,
+        label_delimiter=label_delimiter,
+        class_columns=tuple(class_columns),
         targets=tuple(targets),
         fields=tuple(fields),
         annotations=None if annotations is None else Path(annotations),
@@ -226,6 +229,8 @@ def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | D
             manifest=options.manifest,
             path_column=options.path_column,
             label_column=options.label_column,
+            label_delimiter=options.label_delimiter,
+            class_columns=options.class_columns,
             targets=options.targets,
             fields=options.fields,
             annotations=options.annotations,
@@ -405,7 +410,7 @@ def _summarize(paths: OutputPaths, results: Results, *, resumed: int, began: flo
         out=str(paths.given),
         items=results.count,
         classes=len(job.source.classes),
-        targets=job.source.targets or _numbered(job.source.labels),
+        targets=job.source.targets or _numbered(job.source),
         resumed=resumed,
         bytes_in=results.source_bytes,
         bytes_out=paths.out.stat().st_size,
@@ -417,9 +422,11 @@ def _summarize(paths: OutputPaths, results: Results, *, resumed: int, began: flo
     )
 
 
-def _numbered(labels: npt.NDArray[Any] | None) -> tuple[str, ...]:
+def _numbered(source: FolderSource | DatasetSource) -> tuple[str, ...]:
     """Return the numbers of targets that have no names."""
-    return () if labels is None or labels.ndim == 1 else tuple(map(str, range(labels.shape[1])))
+    if source.labels is None or source.labels.ndim == 1 or source.classes:
+        return ()
+    return tuple(map(str, range(source.labels.shape[1])))
 
 
 def describe_fit(specs: Sequence[FieldSpec], source_shapes: np.ndarray[Any, Any]) -> str:

@@ -23,6 +23,7 @@ from h5feed.packing.decode import DAMAGED, DecodeError, image_to_rgb
 from h5feed.packing.manifest import (
     EXTENSIONS,
     ClassOrder,
+    ColumnOptions,
     Table,
     read_manifest,
     sorted_classes,
@@ -96,6 +97,8 @@ def open_source(
     manifest: str | os.PathLike[str] | None = None,
     path_column: str | None = None,
     label_column: str | None = None,
+    label_delimiter: str | None = None,
+    class_columns: Sequence[str] = (),
     targets: Sequence[str] = (),
     fields: Sequence[str] = (),
     annotations: str | os.PathLike[str] | None = None,
@@ -109,9 +112,7 @@ def open_source(
     Class folders follow torchvision's ImageFolder to the letter: sorted class names, nested
     files, links followed; class_order="natural" numbers them as timm does. A folder without
     subfolders is flat: its labels are −1. With `manifest` (csv, tsv or jsonl) its rows say which
-    files, in which order, with which labels; `path_column`, `label_column` and `targets` name its
-    columns of paths, of labels and of numbers to predict, `fields` those to keep as further
-    fields.
+    files, in which order, with which labels; the options up to `fields` say what its columns are.
     `annotations` is COCO's JSON file, or a folder of VOC's XML files, about boxes in the images.
     `masks` is a folder that holds a file of the same relative stem for every image.
     `progress` says on stderr what is found, where that takes a while.
@@ -125,16 +126,16 @@ def open_source(
         if annotations is not None:
             table = read_annotations(Path(annotations), folder, seen=bar.advance)
         elif manifest is not None:
-            table = read_manifest(
-                Path(manifest),
-                folder,
+            wanted = ColumnOptions(
                 path_column=path_column,
                 label_column=label_column,
+                label_delimiter=label_delimiter,
+                class_columns=class_columns,
                 targets=targets,
                 fields=fields,
                 class_order=class_order,
-                seen=bar.advance,
             )
+            table = read_manifest(Path(manifest), folder, wanted, seen=bar.advance)
         else:
             table = _read_folder(
                 folder, class_order=class_order, allow_empty=allow_empty, seen=bar.advance
@@ -422,6 +423,12 @@ class DatasetSource:
             raise UsageError(
                 f"the label of {self._item(index)} is {value}: −1 or a class number, {known}, "
                 "is needed"
+            )
+        if self.classes and not isinstance(value, int) and len(value) != len(self.classes):
+            raise UsageError(
+                f"the label of {self._item(index)} has {len(value)} numbers for the "
+                f"{len(self.classes)} classes: 1 or 0 for each, or one class number, is needed; a "
+                "dataset of targets has no classes"
             )
         if self.labels is None:
             self.labels = np.zeros((self._count, *np.shape(value)), np.asarray(value).dtype)

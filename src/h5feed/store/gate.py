@@ -391,6 +391,8 @@ def _check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
     labels, known = columns.labels, len(columns.classes)
     if labels.ndim == 1 and labels.min() < -1:
         raise gate.refuse("/labels has a number below −1")
+    if known and labels.ndim == 2 and labels.shape[1] != known:
+        raise gate.refuse(f"/labels has {labels.shape[1]} numbers an item for {known} classes")
     if known and labels.ndim == 1 and labels.max() >= known:
         raise gate.refuse(f"/labels has a class number outside 0 to {known - 1}")
     _check_sides(gate, "/source_shapes", columns.source_shapes, MAX_SOURCE_SIDE)

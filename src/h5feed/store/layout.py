@@ -310,7 +310,8 @@ class Columns:
     """The small arrays of N packed items."""
 
     labels: Int64 | npt.NDArray[np.float32]
-    """int64 (N,), −1 where there is none; or float32 (N, K) targets."""
+    """int64 (N,), −1 where there is none; or float32 (N, K): targets where there are no classes,
+    else 1 for each of the K classes that an item has, and 0 for the others."""
     classes: tuple[str, ...]
     key_bytes: UInt8
     """The source paths, relative to SRC, back to back (file-system bytes)."""
