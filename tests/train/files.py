@@ -34,6 +34,13 @@ def write_targets(path: Path, count=48, size=16, columns=2) -> Path:
     return write_packed(path, list(images), labels=targets, classes=())
 
 
+def write_labels(path: Path, count=48, size=16, *, classes=("bottom", "left")) -> Path:
+    """Any number of classes an image: whether the bright quarter lies below, and to the left."""
+    images, labels = make_images(count, size)
+    several = np.stack([labels < 2, labels % 2 == 0], 1).astype(np.float32)
+    return write_packed(path, list(images), labels=several, classes=classes)
+
+
 def write_scenes(path: Path, count=48, size=16, *, void=None, classes=2) -> Path:
     """Masks are 1 where the image is bright, `void` in the last row."""
     images, _ = make_images(count, size)

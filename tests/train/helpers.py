@@ -100,9 +100,14 @@ def make_images(count=64, size=8, classes=4, seed=0):
     return images.contiguous(memory_format=torch.channels_last), labels
 
 
-def make_data(config: TrainConfig, *, count=64, size=8, world=(0, 1), **changes) -> Data:
-    """A `Data` over `make_images`."""
+def make_data(
+    config: TrainConfig, *, count=64, size=8, world=(0, 1), several=False, **changes
+) -> Data:
+    """A `Data` over `make_images`; with `several`, each image has two classes."""
     images, labels = make_images(count, size)
+    if several:
+        both = torch.stack((labels, (labels + 1) % 4), 1)
+        labels = torch.zeros(count, 4).scatter_(1, both, 1)
     rank, world_size = world
     batch = config.batch_size // (config.speed.accumulate * world_size)
 
@@ -115,7 +120,7 @@ def make_data(config: TrainConfig, *, count=64, size=8, world=(0, 1), **changes)
         )
 
     data = Data(
-        task="classification",
+        task="multi-label" if several else "classification",
         num_outputs=4,
         mean=(100.0, 100.0, 100.0),
         std=(50.0, 50.0, 50.0),

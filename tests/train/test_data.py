@@ -25,6 +25,7 @@ from train.files import (
     make_images,
     write_classes,
     write_folder,
+    write_labels,
     write_scenes,
     write_targets,
 )
@@ -42,6 +43,7 @@ def paths(tmp_path_factory):
     return {
         "classes": write_classes(root / "classes.h5"),
         "targets": write_targets(root / "targets.h5"),
+        "labels": write_labels(root / "labels.h5"),
         "scenes": write_scenes(root / "scenes.h5", void=7),
         "folder": write_folder(root / "folder"),
     }
@@ -227,6 +229,33 @@ def test_targets_come_as_floats(paths, tmp_path):
         assert (data.task, data.num_outputs) == ("regression", 2)
         _, targets = next(iter(data.train_loader(16)))
         assert (targets.shape, targets.dtype) == ((16, 2), torch.float32)
+
+
+@pytest.mark.parametrize("loader", ["h5loader", "dali", "dataloader", "synthetic"])
+def test_several_classes_an_image_are_known_by_the_file(paths, tmp_path, loader):
+    data = open_(paths, tmp_path, loader, "labels")
+    assert (data.task, data.num_outputs, data.classes) == ("multi-label", 2, ("bottom", "left"))
+    _, targets = next(iter(data.train_loader(16)))
+    assert (targets.shape, targets.dtype) == ((16, 2), torch.float32)
+    assert sorted(set(targets.flatten().tolist())) == [0, 1]
+
+
+def test_what_has_no_name_is_a_number_unless_it_is_asked_for(paths, tmp_path):
+    unnamed = {"labels": write_labels(tmp_path / "unnamed.h5", classes=())}
+    assert open_(unnamed, tmp_path, kind="labels").task == "regression"
+    assert open_(unnamed, tmp_path, kind="labels", task="multi-label").task == "multi-label"
+    assert open_(paths, tmp_path, kind="labels", task="regression").task == "regression"
+    refuse(paths, tmp_path, r"--task multi-label needs 0 or 1 .*targets\.h5 has other numbers",
+           kind="targets", task="multi-label")  # fmt: skip
+    refuse(paths, tmp_path, r"--task multi-label needs 0 or 1 .*, and .*classes\.h5 has one class",
+           task="multi-label")  # fmt: skip
+    refuse(paths, tmp_path, r"--task classification needs a class per .*, and .* has any number",
+           kind="labels", task="classification")  # fmt: skip
+    refuse(paths, tmp_path, r"--num-outputs 3: .*labels\.h5 has 2 targets an image",
+           kind="labels", num_outputs=3)  # fmt: skip
+    other = write_labels(tmp_path / "other.h5", classes=("left", "bottom"))
+    refuse(paths, tmp_path, r"other\.h5 and .*labels\.h5 number the same classes in another order",
+           kind="labels", val=other)  # fmt: skip
 
 
 def test_the_synthetic_batch_is_one_and_the_same_object(paths, tmp_path):

@@ -41,14 +41,16 @@ def train_one_rank(config):
     torch.set_num_threads(1)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     count = COUNT if config.model.model.endswith("blocks") else 64
-    train(config, make_data(config, count=count, world=(rank, size)))
+    several = config.loss.task == "multi-label"
+    train(config, make_data(config, count=count, world=(rank, size), several=several))
     return rank
 
 
 def results(out):
     weights = load_checkpoint(out / "last.pt")["net"]
     lines = read_metrics(out / "metrics.jsonl")
-    return weights, [(m["kind"], m["step"], m["loss"], m["accuracy"]) for m in lines]
+    metric = "accuracy" if "accuracy" in lines[0] else "mAP"
+    return weights, [(m["kind"], m["step"], m["loss"], m[metric]) for m in lines]
 
 
 def norms(out):
@@ -102,6 +104,7 @@ def configs_in(root):
     return {
         "whole": make_config(root / "whole", **shared),
         "parts": make_config(root / "parts", accumulate=2, **shared),
+        "several": make_config(root / "several", task="multi-label", **shared),
         "fsdp": make_config(root / "fsdp", fsdp=True, **FSDP),
         "fsdp resumed": make_config(root / "fsdp resumed", fsdp=True, resume=True, **FSDP),
         "norms": make_config(
@@ -120,7 +123,7 @@ def two_processes(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", ["whole", "parts"])
+@pytest.mark.parametrize("name", ["whole", "parts", "several"])
 def test_two_processes_equal_one_at_the_same_global_batch(two_processes, tmp_path, name):
     train_one_rank(configs_in(tmp_path)[name])
     expected, lines = results(tmp_path / name)

@@ -12,6 +12,7 @@ from h5feed.errors import H5FeedError, UsageError
 from h5feed.train.distributed import World
 from h5feed.train.log import MetricsLog, read_metrics
 from h5feed.train.plots import _windows, draw_curves
+from h5feed.train.tasks import class_columns
 from h5feed.train.trainer import train
 from train.helpers import make_config, make_data
 
@@ -233,17 +234,17 @@ def test_a_line_for_each_class(tmp_path):
     config = make_config(tmp_path)
     log = MetricsLog(config, World(rank=0, size=1, device=torch.device("cpu")), step=0)
     table = torch.tensor([[3.0, 1, 0], [1, 4, 0], [0, 0, 0]])
-    log.write_per_class(table, ("cat, small", "dog"), dense=False)
+    log.write_per_class(class_columns(table, dense=False), ("cat, small", "dog"))
     assert (tmp_path / "per_class.csv").read_text() == (
         "class,images,precision,recall,f1\n"
         '"cat, small",4,0.7500,0.7500,0.7500\ndog,5,0.8000,0.8000,0.8000\n2,0,,,\n'
     )
-    log.write_per_class(table, (), dense=True)
+    log.write_per_class(class_columns(table, dense=True), ())
     assert (tmp_path / "per_class.csv").read_text().splitlines()[:2] == [
         "class,pixels,precision,recall,iou",
         "0,4,0.7500,0.7500,0.6000",
     ]
     other = MetricsLog(config, World(rank=1, size=2, device=torch.device("cpu")), step=0)
     (tmp_path / "per_class.csv").unlink()
-    other.write_per_class(table, (), dense=True)  # the main process alone writes
+    other.write_per_class(class_columns(table, dense=True), ())  # the main process alone writes
     assert not (tmp_path / "per_class.csv").exists()

@@ -2,6 +2,7 @@ import math
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from h5feed.errors import UsageError
 from h5feed.train.config import LossConfig
 from h5feed.train.distributed import World
 from h5feed.train.precision import make_autocast
-from h5feed.train.tasks import evaluate, make_task
+from h5feed.train.tasks import average_precision, evaluate, make_task
 
 
 def test_classification_counts_hits_over_batches():
@@ -82,7 +83,7 @@ def test_a_users_own_task(tmp_path, monkeypatch):
 
 
 def test_an_unknown_task_lists_what_there_is():
-    with pytest.raises(UsageError, match="--task 'detection' is not one of classification, regr"):
+    with pytest.raises(UsageError, match="--task 'detection' is not one of classification, mult"):
         make_task("detection", LossConfig(), 3)
 
 
@@ -106,10 +107,73 @@ def test_bce_is_timms(threshold, smoothing):
 
 
 def test_bce_where_it_does_nothing_is_refused():
-    with pytest.raises(UsageError, match="--loss bce is for classification, and the task is regr"):
+    with pytest.raises(UsageError, match="--loss bce is for classification and multi-l"):
         make_task("regression", LossConfig(loss="bce"), 2)
+    with pytest.raises(UsageError, match=r"--loss cross-entropy is for classification and s"):
+        make_task("multi-label", LossConfig(loss="cross-entropy"), 2)
     with pytest.raises(UsageError, match=r"--bce-target-thresh 0\.2 does nothing with --loss"):
         LossConfig(bce_target_thresh=0.2)
+
+
+def labels_and_scores(count=60, classes=5, *, ties=True):
+    draws = torch.Generator().manual_seed(3)
+    scores = torch.randn(count, classes, generator=draws)
+    if ties:
+        scores = (scores * 3).round() / 3
+    targets = (torch.rand(count, classes, generator=draws) < 0.3).float()
+    targets[:, 2] = 0  # a class that no image has
+    return scores, targets
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_average_precision_is_torchmetrics(ties):
+    metrics = pytest.importorskip("torchmetrics.functional.classification")
+    scores, targets = labels_and_scores(ties=ties)
+    known = [0, 1, 3, 4]
+    # Of probabilities: of logits it would make some itself.
+    theirs = metrics.multilabel_average_precision(
+        scores[:, known].double().sigmoid(), targets[:, known].long(), 4, average=None
+    )
+    ours = average_precision(scores.numpy(), targets.numpy())
+    assert ours[known] == pytest.approx(theirs.numpy(), abs=1e-6)
+    assert np.isnan(ours[2])
+
+
+def test_average_precision_by_its_definition():
+    """Precision at each threshold times what the recall gains there, written out."""
+    scores, targets = labels_and_scores()
+    found = average_precision(scores.numpy(), targets.numpy())
+    for number in (0, 1, 3, 4):
+        before, total = 0.0, 0.0
+        for threshold in sorted(set(scores[:, number].tolist()), reverse=True):
+            said = scores[:, number] >= threshold
+            hits = targets[said, number].sum().item()
+            recall = hits / targets[:, number].sum().item()
+            total += (recall - before) * hits / said.sum().item()
+            before = recall
+        assert found[number] == pytest.approx(total)
+
+
+def test_several_classes_an_image_are_learned_by_bce_and_scored_by_map():
+    task = make_task("multi-label", LossConfig(), 5)
+    scores, targets = labels_and_scores()
+    plain = functional.binary_cross_entropy_with_logits(scores, targets)
+    assert task.loss(scores, targets) == plain
+    images = scores.view(60, 1, 1, 5)
+    parts = [(images[:25], targets[:25]), (images[25:], targets[25:])]
+    scored = evaluate(Told(), parts, task, ALONE, PLAIN)
+    exact = average_precision(scores.numpy(), targets.numpy())
+    assert scored.metric == pytest.approx(np.nanmean(exact))
+    assert scored.loss == pytest.approx(plain.item())
+    said = scores > 0
+    hits = (said & (targets > 0)).sum()
+    assert scored.also["f1"] == pytest.approx((2 * hits / (said.sum() + targets.sum())).item())
+    assert list(scored.per_class) == ["images", "average_precision", "precision", "recall", "f1"]
+    assert scored.per_class["images"].tolist() == targets.sum(0).tolist()
+    assert (scored.confusion, scored.drawn) == (None, None)
+    # What training states, summed over batches, is as near as its steps are fine.
+    binned = task.value(sum(task.score(x[:, 0, 0], y) for x, y in parts))
+    assert binned == pytest.approx(scored.metric, abs=0.01)
 
 
 CPU = torch.device("cpu")

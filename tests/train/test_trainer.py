@@ -662,6 +662,28 @@ def test_a_wrong_model_name_leaves_the_folder_free(tmp_path):
     assert run(tmp_path).steps == 8
 
 
+def test_several_classes_an_image_are_learned_mixed_and_resumed(tmp_path):
+    config = make_config(tmp_path / "whole", epochs=6, mixup=0.2, cutmix=1.0, lr=0.02)
+    names = tuple("abcd")
+    summary = train(config, make_data(config, several=True, classes=names))
+    assert summary.metric == "mAP"
+    assert set(summary.val) == {"loss", "mAP", "f1"}
+    assert summary.val["mAP"] > 0.8
+    assert summary.best == max(
+        line["mAP"] for line in read_metrics(config.out / "metrics.jsonl") if line["kind"] == "val"
+    )
+    lines = (config.out / "per_class.csv").read_text().splitlines()
+    assert lines[0] == "class,images,average_precision,precision,recall,f1"
+    assert [line.split(",")[:2] for line in lines[1:]] == [[name, "32"] for name in names]
+    cut = replace(config, out=tmp_path / "cut")
+    data = make_data(cut, several=True, classes=names)
+    loader = signalled(data.train_loader(data.size), [signal.SIGTERM], at=6)
+    with pytest.raises(SystemExit):
+        train(cut, replace(data, train_loader=lambda side: loader))
+    train(replace(cut, resume=True), data)
+    assert losses(cut.out) == losses(config.out)
+
+
 def test_regression_and_segmentation_learn(tmp_path):
     images, labels = make_images()
     targets = {

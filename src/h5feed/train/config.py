@@ -36,7 +36,7 @@ __all__ = [
 
 LoaderName = Literal["h5loader", "dali", "dataloader", "imagefolder", "synthetic"]
 ScheduleName = Literal["constant", "onecycle", "cyclic", "cosine", "linear", "step"]
-LossName = Literal["cross-entropy", "bce"]
+LossName = Literal["auto", "cross-entropy", "bce"]
 Precision = Literal["auto", "torch", "fp32", "tf32", "bf16", "fp16"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
@@ -95,13 +95,14 @@ class LossConfig:
     """What is learned, and how it is scored."""
 
     task: str = "auto"
-    """classification, regression, segmentation, or module:function that returns a Task; auto
-    decides by what the file holds."""
+    """classification, multi-label (any number of classes an image, scored by mAP), regression,
+    segmentation, or module:function that returns a Task; auto decides by what the file holds."""
     num_outputs: int = 0
     """Classes, or targets; 0 takes the number from the file."""
-    loss: LossName = "cross-entropy"
-    """cross-entropy, or bce: each class a yes-or-no question of its own (Wightman et al. 2021,
-    arXiv:2110.00476, recipes A1 to A3), with the shares of --mixup and --cutmix as its targets."""
+    loss: LossName = "auto"
+    """Of classes: cross-entropy, or bce: each class a yes-or-no question of its own (Wightman et
+    al. 2021, arXiv:2110.00476, recipes A1 to A3), with the shares of --mixup and --cutmix as its
+    targets. auto takes bce for multi-label, which knows no other."""
     bce_target_thresh: float | None = None
     """bce: shares above this count as a whole yes, the others as no (0.2 in timm's A2 and A3)."""
     label_smoothing: float = 0.0

@@ -90,7 +90,7 @@ class Data:
     """
 
     task: str
-    """What its targets are for: classification, regression or segmentation."""
+    """What its targets are for: classification, multi-label, regression or segmentation."""
     num_outputs: int
     """Classes, or targets per image."""
     mean: tuple[float, ...]
@@ -152,7 +152,7 @@ class _Targets:
     """What the targets of a set are."""
 
     task: str
-    """classification, regression or segmentation."""
+    """classification, multi-label, regression or segmentation."""
     num_outputs: int
     classes: tuple[str, ...]
 
@@ -347,13 +347,17 @@ def _read_targets(ds: H5Dataset, path: Path, config: LossConfig) -> _Targets:
     if "masks" in files.specs:
         has = "segmentation"
     elif files.labels.ndim == 2:
-        has = "regression"
+        # Numbers to be predicted have no names of classes.
+        named = len(files.classes) == files.labels.shape[1]
+        has = "multi-label" if named else "regression"
     wanted = has if config.task == "auto" or ":" in config.task else config.task
     _check_column(wanted, has, path)
     if wanted == "segmentation":
         found = named = _classes_in_masks(ds, config.ignore_index)
-    elif wanted == "regression":
+    elif wanted in ("regression", "multi-label"):
         found = named = int(files.labels.shape[1])
+        if wanted == "multi-label":
+            _check_shares(files.labels, path)
     else:
         _check_labels(files.labels, path)
         found = int(files.labels.max(initial=-1)) + 1
@@ -361,7 +365,7 @@ def _read_targets(ds: H5Dataset, path: Path, config: LossConfig) -> _Targets:
     outputs = named
     if config.num_outputs:
         outputs = _choose_outputs(config, wanted, found, path)
-    classes = files.classes if wanted == "classification" else ()
+    classes = files.classes if wanted in ("classification", "multi-label") else ()
     return _Targets(task=wanted, num_outputs=outputs, classes=classes)
 
 
@@ -370,7 +374,7 @@ def _choose_outputs(config: LossConfig, task: str, found: int, path: Path) -> in
     given = config.num_outputs
     if ":" in config.task:  # the user's own loss, which may take any number
         return given
-    if task == "regression" and given != found:
+    if task in ("regression", "multi-label") and given != found:
         raise UsageError(
             f"--num-outputs {given}: {path} has {found} targets an image, each of which needs one "
             "output; leave it out"
@@ -388,10 +392,20 @@ def _check_column(wanted: str, has: str, path: Path) -> None:
         raise UsageError(
             f"--task segmentation needs masks, and {path} has none: pack it with --masks DIR"
         )
-    if wanted == "regression" and has != "regression":
+    if wanted == "regression" and has not in ("regression", "multi-label"):
         raise UsageError(
             f"--task regression needs a column of targets, and {path} has classes: pack it with a "
             "--manifest of numbers"
+        )
+    if wanted == "multi-label" and has not in ("regression", "multi-label"):
+        raise UsageError(
+            f"--task multi-label needs 0 or 1 for each class of an image, and {path} has one class "
+            "an image: pack it with a --manifest whose label column names several"
+        )
+    if wanted == "classification" and has == "multi-label":
+        raise UsageError(
+            f"--task classification needs a class per image, and {path} has any number of them: "
+            "take --task multi-label"
         )
     if wanted == "classification" and has == "regression":
         raise UsageError(
@@ -405,6 +419,14 @@ def _check_labels(labels: npt.NDArray[np.int64], path: Path) -> None:
         raise UsageError(
             f"{path} has {missing} of {len(labels)} images without a class (label -1): pack a "
             "folder of class folders, or a --manifest with a label column"
+        )
+
+
+def _check_shares(labels: npt.NDArray[np.float32], path: Path) -> None:
+    if not ((labels >= 0) & (labels <= 1)).all():  # NaN is neither
+        raise UsageError(
+            f"--task multi-label needs 0 or 1 for each class, and {path} has other numbers among "
+            "its labels: take --task regression, or pack it anew"
         )
 
 
@@ -426,10 +448,15 @@ def _check_alike(train: _Targets, val: _Targets, train_path: Path, val_path: Pat
         shown = ", ".join(strange[:5]) + (", ..." if len(strange) > 5 else "")
         raise UsageError(
             f"--val {val_path} and {train_path} have not the same classes; in one of them only: "
-            f"{shown}. Pack both from folders with the same class folders"
+            f"{shown}. Pack both with the same classes"
+        )
+    if val.classes != train.classes:
+        raise UsageError(
+            f"--val {val_path} and {train_path} number the same classes in another order: pack "
+            "both alike, with the same --class-order"
         )
     fits = val.num_outputs <= train.num_outputs
-    if val.task == "regression":
+    if val.task in ("regression", "multi-label"):
         fits = val.num_outputs == train.num_outputs
     if not fits:
         what = "targets an image" if val.task == "regression" else "classes"

@@ -291,5 +291,7 @@ def random_batch(
     images = pixels.to(device).permute(0, 3, 1, 2)
     if task == "regression":
         return images, torch.randn(count, num_outputs, generator=draws).to(device)
+    if task == "multi-label":
+        return images, torch.randint(0, 2, (count, num_outputs), generator=draws).float().to(device)
     shape = (count, size, size) if task == "segmentation" else (count,)
     return images, torch.randint(0, num_outputs, shape, generator=draws).to(device)

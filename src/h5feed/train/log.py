@@ -5,7 +5,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -211,8 +211,8 @@ class Recorder:
         loss, metric = scored.loss, scored.metric
         self.summary.val = {"loss": loss, self._task.metric: metric, **scored.also}
         self._log.write("val", step, epoch, self.summary.val)
-        if scored.confusion is not None:
-            self._log.write_per_class(scored.confusion, self._classes, dense=self._task.dense)
+        if scored.per_class is not None:
+            self._log.write_per_class(scored.per_class, self._classes)
         further = "".join(f", {name} {value:.4f}" for name, value in scored.also.items())
         trained = self.summary.train  # nothing where a resumed run begins with a scoring
         loss_of_training = f"train loss {trained['loss']:.4f}, " if trained else ""
@@ -351,27 +351,19 @@ class MetricsLog:
         if config.debug.wandb:
             self._boards.append(WandB(config))
 
-    def write_per_class(self, confusion: Tensor, classes: Sequence[str], *, dense: bool) -> None:
+    def write_per_class(self, columns: Mapping[str, Tensor], classes: Sequence[str]) -> None:
         """Replace per_class.csv by what a scoring found, a line for each class.
 
-        `confusion` are images (pixels, where `dense`) by true and by predicted class, (C, C);
-        classes that neither occur nor are predicted have no share, and their cells stay empty.
+        `columns` are (C,) each, a count and then shares, of which the cells of NaN stay empty.
         """
         if self._path is None:
             return
         text = io.StringIO()
         lines = csv.writer(text, lineterminator="\n")
-        found, true = confusion.diagonal().double(), confusion.sum(1).double()
-        predicted = confusion.sum(0).double()
-        last = found / (true + predicted - found) if dense else 2 * found / (true + predicted)
-        lines.writerow(
-            ["class", "pixels", "precision", "recall", "iou"]
-            if dense
-            else ["class", "images", "precision", "recall", "f1"]
-        )
-        shares = torch.stack((found / predicted, found / true, last), 1).tolist()
-        for number, (count, row) in enumerate(zip(true.tolist(), shares, strict=True)):
-            cells = ["" if math.isnan(share) else f"{share:.4f}" for share in row]
+        lines.writerow(["class", *columns])
+        rows = torch.stack(tuple(columns.values()), 1).tolist()
+        for number, (count, *shares) in enumerate(rows):
+            cells = ["" if math.isnan(share) else f"{share:.4f}" for share in shares]
             lines.writerow([class_name(classes, number), round(count), *cells])
         try:
             with replaced(self._path.with_name(PER_CLASS)) as file:

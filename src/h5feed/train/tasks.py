@@ -7,8 +7,11 @@ inference_mode is no_grad without version counters and view tracking (PyTorch's 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.nn import functional
@@ -23,6 +26,8 @@ from h5feed.train.tricks import modes_kept
 __all__ = [
     "Scored",
     "Task",
+    "average_precision",
+    "class_columns",
     "evaluate",
     "make_task",
     "ratio",
@@ -62,7 +67,7 @@ class Task:
     """What `value` returns, as it is logged."""
     higher_is_better: bool = True
     num_classes: int = 0
-    """Of targets that are class numbers, which mixup needs; 0 for others."""
+    """Of targets that are classes, which mixup needs; 0 for others."""
     dense: bool = False
     """Whether outputs and targets are images, which a mirrored image mirrors."""
     val_loss: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -72,6 +77,9 @@ class Task:
     summed as a score is; None where there are no classes, or too many for a table."""
     also: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict)
     """Further metrics of scoring, by name: each a score of two numbers, a part and a whole."""
+    whole: Callable[[Tensor, Tensor], tuple[float, Mapping[str, Tensor]]] | None = None
+    """For a metric that no sum over batches gives: what scoring takes in the place of `value`, and
+    columns of per_class.csv, of all outputs and targets together (on the CPU)."""
     num_outputs: int = 0
     """Outputs that `loss` needs of each image (of each pixel, where dense); 0 for any."""
 
@@ -104,10 +112,13 @@ def make_task(kind: str, config: LossConfig, num_outputs: int) -> Task:
         if not isinstance(task, Task):
             raise UsageError(f"--task {kind} returned {type(task).__name__}, not a Task")
         return task
-    if config.loss != "cross-entropy" and kind != "classification":
-        raise UsageError(f"--loss {config.loss} is for classification, and the task is {kind}")
     if kind not in _TASKS:
         raise UsageError(f"--task {kind!r} is not one of {', '.join(_TASKS)}, module:function")
+    if config.loss != "auto" and kind not in _TASKS_OF[config.loss]:
+        others = " and ".join(_TASKS_OF[config.loss])
+        raise UsageError(
+            f"--loss {config.loss} is for {others}, and the task is {kind}: leave it out"
+        )
     return _TASKS[kind](config, num_outputs)
 
 
@@ -143,6 +154,95 @@ def _bce(smoothing: float, threshold: float | None, outputs: Tensor, targets: Te
     if threshold is not None:
         targets = targets.gt(threshold).to(outputs.dtype)
     return functional.binary_cross_entropy_with_logits(outputs, targets)
+
+
+def _multi_label(config: LossConfig, num_outputs: int) -> Task:
+    return Task(
+        name="multi-label",
+        loss=partial(_bce, config.label_smoothing, config.bce_target_thresh),
+        val_loss=partial(_bce, 0.0, None),
+        score=_histograms,
+        value=_binned_map,
+        metric="mAP",
+        whole=_ranked,
+        also={"f1": _agreement},
+        num_classes=num_outputs,
+        num_outputs=num_outputs,
+    )
+
+
+_BINS = 200
+"""Steps of the probabilities by which training states its mAP; scoring's is exact."""
+
+
+def _histograms(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Count images by class, probability and truth: int64 (classes · _BINS · 2,)."""
+    classes = outputs.shape[1]
+    bins = (outputs.float().sigmoid() * _BINS).long().clamp(0, _BINS - 1)
+    columns = torch.arange(classes, device=outputs.device)
+    cell = ((columns * _BINS + bins) * 2 + (targets >= 0.5).long()).flatten()
+    empty = torch.zeros(classes * _BINS * 2, dtype=torch.int64, device=outputs.device)
+    return empty.scatter_add_(0, cell, torch.ones_like(cell))
+
+
+def _binned_map(score: Tensor) -> float:
+    table = score.cpu().double().numpy().reshape(-1, _BINS, 2)[:, ::-1]
+    return _mean_of_classes(_precision(table[..., 1], table.sum(2)))
+
+
+def _precision(positive: NDArray[Any], every: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the average precision (...,) from counts (..., G) of images by falling score."""
+    found = positive.cumsum(-1)
+    shares = found / np.maximum(every.cumsum(-1), 1)
+    with np.errstate(invalid="ignore"):
+        result: NDArray[np.float64] = (positive * shares).sum(-1) / found[..., -1]
+    return result
+
+
+def _mean_of_classes(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def average_precision(
+    scores: NDArray[np.float32], targets: NDArray[np.float32]
+) -> NDArray[np.float64]:
+    """Return each class's average precision, float64 (C,), of scores and 0 or 1 (N, C).
+
+    The sum over falling thresholds of precision times what the recall gains, without interpolation,
+    equal scores being one threshold: scikit-learn's and torchmetrics' definition. NaN for a class
+    that no image has.
+
+    >>> scores = np.array([[0.9, 0.1], [0.8, 0.2], [0.1, 0.3]], np.float32)
+    >>> average_precision(scores, np.array([[1, 0], [0, 0], [1, 0]], np.float32)).round(3)
+    array([0.833,   nan])
+    """
+    found = np.empty(scores.shape[1])
+    for number, (column, truth) in enumerate(zip(scores.T, targets.T, strict=True)):
+        groups = np.unique(-column, return_inverse=True)[1]
+        found[number] = _precision(np.bincount(groups, weights=truth), np.bincount(groups))
+    return found
+
+
+def _ranked(outputs: Tensor, targets: Tensor) -> tuple[float, Mapping[str, Tensor]]:
+    """Return the mAP, and what is to be said of each class, from logits and 0 or 1 (N, C)."""
+    scores = average_precision(outputs.numpy(), targets.numpy())
+    said, truth = outputs > 0, targets >= 0.5
+    hits = (said & truth).sum(0).double()
+    true, predicted = truth.sum(0).double(), said.sum(0).double()
+    return _mean_of_classes(scores), {
+        "images": true,
+        "average_precision": torch.from_numpy(scores),
+        "precision": hits / predicted,
+        "recall": hits / true,
+        "f1": 2 * hits / (true + predicted),
+    }
+
+
+def _agreement(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Twice the labels that are both true and predicted; the true ones and the predicted ones."""
+    said, truth = outputs > 0, targets >= 0.5
+    return torch.stack((2 * (said & truth).sum(), said.sum() + truth.sum()))
 
 
 def _hits(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -239,9 +339,15 @@ def _mean_iou(score: Tensor) -> float:
 
 _TASKS: dict[str, Callable[[LossConfig, int], Task]] = {
     "classification": _classification,
+    "multi-label": _multi_label,
     "regression": _regression,
     "segmentation": _segmentation,
 }
+_TASKS_OF = {
+    "cross-entropy": ("classification", "segmentation"),
+    "bce": ("classification", "multi-label"),
+}
+"""The tasks that a loss of the user's choice is for."""
 
 
 _DRAWN = 6
@@ -260,6 +366,8 @@ class Scored:
     """The task's further metrics, by name."""
     confusion: Tensor | None
     """Images or pixels by true (rows) and likeliest (columns) class, on the CPU."""
+    per_class: Mapping[str, Tensor] | None = None
+    """What is said of each class, float64 (C,) by column, how many there are first."""
     drawn: tuple[Tensor, Tensor, Tensor] | None
     """For dense tasks the first few images, their masks and predicted masks, on the CPU."""
 
@@ -296,6 +404,7 @@ def evaluate(
     scores = torch.zeros((), device=world.device, dtype=torch.int64)
     also = dict.fromkeys(task.also, scores)
     table, drawn, count, passes = scores, None, 0, 0
+    kept: list[tuple[Tensor, Tensor]] = []
 
     def summand(score: Tensor) -> Tensor:
         return score.to(exact) if score.is_floating_point() else score
@@ -318,6 +427,8 @@ def evaluate(
             scores = scores + summand(task.score(outputs, targets))
             for name, measure in task.also.items():
                 also[name] = also[name] + summand(measure(outputs, targets))
+            if task.whole is not None:
+                kept.append((outputs.float().clone(), targets))  # CUDA graphs use theirs again
             if task.confusion is not None:
                 table = table + summand(task.confusion(outputs, targets))
             if task.dense and drawn is None:
@@ -330,13 +441,46 @@ def evaluate(
                 compute(images)
         sums = world.add_up(torch.stack((losses, torch.full_like(losses, count))))
         loss_sum, scored_images = sums.tolist()
+        metric = task.value(world.add_up(scores))
+        confusion = None if task.confusion is None else _square(world.add_up(table))
+        per_class: Mapping[str, Tensor] | None = None
+        if confusion is not None:
+            per_class = class_columns(confusion, dense=task.dense)
+        if task.whole is not None:
+            metric, per_class = task.whole(*_together(kept, world))
         return Scored(
             loss=loss_sum / scored_images,
-            metric=task.value(world.add_up(scores)),
+            metric=metric,
             also={name: ratio(world.add_up(score)) for name, score in also.items()},
-            confusion=None if task.confusion is None else _square(world.add_up(table)),
+            confusion=confusion,
+            per_class=per_class,
             drawn=drawn,
         )
+
+
+def _together(kept: list[tuple[Tensor, Tensor]], world: World) -> tuple[Tensor, Tensor]:
+    """Return the outputs and targets of all processes, on the CPU."""
+    mine = [torch.cat(column).cpu() for column in zip(*kept, strict=True)] if kept else None
+    parts = [part for part in world.gather(mine) if part is not None]
+    outputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    return outputs, targets
+
+
+def class_columns(confusion: Tensor, *, dense: bool) -> dict[str, Tensor]:
+    """Return what is to be said of each class, float64 (C,) by column.
+
+    `confusion` are images (pixels, where `dense`) by true and by predicted class, (C, C); classes
+    that neither occur nor are predicted have NaN for shares.
+
+    >>> class_columns(torch.tensor([[3, 1], [0, 4]]), dense=False)["recall"].tolist()
+    [0.75, 1.0]
+    """
+    found, true = confusion.diagonal().double(), confusion.sum(1).double()
+    predicted = confusion.sum(0).double()
+    shares = {"precision": found / predicted, "recall": found / true}
+    if dense:
+        return {"pixels": true, **shares, "iou": found / (true + predicted - found)}
+    return {"images": true, **shares, "f1": 2 * found / (true + predicted)}
 
 
 def _square(table: Tensor) -> Tensor:
