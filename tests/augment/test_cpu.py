@@ -144,9 +144,10 @@ def make_stored(count, height, width):
 BOXES = [(0, 0, 100, 132), (3, 5, 20, 31), (98, 130, 2, 2), (99, 131, 1, 1), (7, 60, 51, 72)]
 
 
+@pytest.mark.parametrize("width", [132, 450])  # more columns are converted, where there are more
 @pytest.mark.parametrize("box", BOXES)
-def test_a_box_is_that_part_of_the_whole_image(box):
-    image = make_stored(1, 100, 132)[0]
+def test_a_box_is_that_part_of_the_whole_image(box, width):
+    image = make_stored(1, 100, width)[0]
     y, x, h, w = box
     assert (nv12_box(image, *box, Scratch()) == nv12_to_rgb(image)[y : y + h, x : x + w]).all()
 
