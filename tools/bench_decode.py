@@ -19,26 +19,16 @@ import numpy as np
 import simplejpeg
 
 from h5feed import H5Dataset
-from h5feed.augment import Pipeline, RandomResizedCrop
 from h5feed.augment.cpu import crop_image
+from h5feed.bench.ceilings import crop_boxes
 from h5feed.bench.system import describe_machine, machine_facts
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import JpegItems
-from h5feed.feed.random import SeededDraws
-from h5feed.feed.sampling import Drawing
 from h5feed.jpeg import decode_jpeg, read_header
 
 SIDES = (224, 112, 64, 32)
 ROUNDS = 5
 Box = tuple[int, int, int, int]
-
-
-def boxes_of(files: PackedFiles, items: np.ndarray, side: int) -> np.ndarray:
-    """Return the boxes (n, 4) that RandomResizedCrop(side) reads of each image."""
-    pipeline = Pipeline([RandomResizedCrop(side)])
-    pipeline.bind(None)
-    params = Drawing(files, pipeline)(SeededDraws(0, 0, items), items)
-    return pipeline.source_rows(params)
 
 
 def scaled(data: bytes, box: Box, side: int) -> np.ndarray:
@@ -104,7 +94,7 @@ def measure(path: Path, count: int) -> None:
     print(f"\n{path.name}: store={spec.encoding}, {np.median(shapes, axis=0).astype(int)} pixels")
     print("RandomResizedCrop   whole us  part us  scaled us  scaled crop: max, mean off, PSNR")
     for side in SIDES:
-        boxes = boxes_of(files, upright, side)
+        boxes = np.array(crop_boxes(files, side, upright))
         jobs = [(data[int(i)], box) for i, box in zip(upright, boxes.tolist(), strict=True)]
         times = [
             microseconds(whole, jobs),

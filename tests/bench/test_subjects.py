@@ -142,6 +142,19 @@ def test_kernel_ceiling_crops_every_image(root, store):
     ceiling.close()
 
 
+def test_ceilings_crop_in_the_proportions_of_the_source_as_the_loader_does(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/wide.jpg").write_bytes(jpeg_bytes(smooth(64, 256)))
+    pack(tmp_path / "a", tmp_path / "wide.h5", size="64", num_workers=0)
+    files = PackedFiles([tmp_path / "wide.h5"])
+    boxes = np.array(ceilings.crop_boxes(files, 16, np.zeros(500, np.int64)))
+    assert (boxes[:, :2] + boxes[:, 2:] <= 64).all()
+    small = boxes[boxes[:, 2] < 50]
+    assert len(small) > 50
+    aspect = 4 * small[:, 3] / small[:, 2]
+    assert 0.6 < aspect.min() < aspect.max() < 1.6
+
+
 def test_region_kernel_makes_the_whole_kernels_images(root):
     made = []
     for kind in (ceilings.CropLoop, ceilings.RegionDecodeLoop):
@@ -155,7 +168,7 @@ def test_region_kernel_makes_the_whole_kernels_images(root):
 def test_gather_ceiling_copies_every_image_once(root):
     ceiling = ceilings.CopyLoop(params(root, "raw"))
     seen = np.concatenate([images.copy() for images, _ in ceiling.epoch()])
-    whole = ceiling._pixels.whole("images")
+    whole = ceiling._packed.whole("images")
     assert sorted(map(bytes, seen)) == sorted(map(bytes, whole))
     ceiling.close()
 

@@ -27,14 +27,16 @@ import simplejpeg
 import torch
 
 from h5feed import H5Dataset, H5Loader
-from h5feed.augment import Op
+from h5feed.augment import Op, Pipeline, RandomResizedCrop
 from h5feed.bench import system
-from h5feed.bench.subjects import Box, draw_box
+from h5feed.bench.subjects import Box
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import JpegItems
+from h5feed.feed.random import SeededDraws
+from h5feed.feed.sampling import Drawing
 from h5feed.jpeg import decode_jpeg
 
-__all__ = ["CopyLoop", "CropLoop", "RegionDecodeLoop", "disk_rate", "python_seconds"]
+__all__ = ["CopyLoop", "CropLoop", "RegionDecodeLoop", "crop_boxes", "disk_rate", "python_seconds"]
 
 UInt8 = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.int64]
@@ -70,6 +72,18 @@ def _filled(buffer: UInt8, jobs: list[Future[None]]) -> UInt8:
     return buffer
 
 
+def crop_boxes(files: PackedFiles, side: int, items: Indices) -> list[Box]:
+    """Return top, left, height and width of what RandomResizedCrop(side) reads of `items`.
+
+    As H5Loader draws them: in the proportions of the source, so of stretched images taller than
+    they are wide or the other way round, which is another work than squares are.
+    """
+    pipeline = Pipeline([RandomResizedCrop(side)])
+    pipeline.bind(None)
+    params = Drawing(files, pipeline)(SeededDraws(0, 0, np.arange(len(items))), items)
+    return [(y, x, h, w) for y, x, h, w in pipeline.source_rows(params).tolist()]
+
+
 class _Loop:
     """Fills a few buffers in turn with images in random order, in a pool of threads."""
 
@@ -80,8 +94,8 @@ class _Loop:
     def __init__(self, params: Mapping[str, Any]) -> None:
         cv2.setNumThreads(0)
         self.files = [params["file"]]
-        self._pixels = PackedFiles(self.files)
-        self._encoding = self._pixels.specs["images"].encoding
+        self._packed = PackedFiles(self.files)
+        self._encoding = self._packed.specs["images"].encoding
         self._threads = max(params["workers"], 1)
         self._pool = ThreadPoolExecutor(self._threads)
         self._rng = np.random.default_rng(0)
@@ -102,7 +116,7 @@ class _Loop:
 
     def epoch(self) -> Iterator[tuple[Any, Any]]:
         """Yield full buffers; while one is looked at, the others are filled."""
-        order = self._rng.permutation(len(self._pixels))
+        order = self._rng.permutation(len(self._packed))
         size = len(self._buffers[0])
         batches = [order[first : first + size] for first in range(0, len(order), size)]
         filling: deque[tuple[UInt8, list[Future[None]]]] = deque()
@@ -131,13 +145,8 @@ class CropLoop(_Loop):
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         super().__init__(params)
-        shapes = self._pixels.stored_shapes
-        if self._encoding == "original":
-            shapes = self._pixels.source_shapes
-        self._boxes = [
-            draw_box(int(height), int(width))
-            for height, width in shapes[np.arange(max(len(shapes), _DRAWN)) % len(shapes)]
-        ]
+        items = np.arange(max(len(self._packed), _DRAWN)) % len(self._packed)
+        self._boxes = crop_boxes(self._packed, params["crop"], items)
         self._crop: Callable[[UInt8, Box, UInt8], None] = (
             _crop_nv12 if self._encoding == "yuv420" else _crop_rgb
         )
@@ -147,7 +156,7 @@ class CropLoop(_Loop):
         return np.zeros((params["batch_size"], params["crop"], params["crop"], 3), np.uint8)
 
     def _fill(self, indices: Indices, out: UInt8) -> None:
-        count = len(self._pixels)
+        count = len(self._packed)
         turns = len(self._boxes) // count
         boxes = [
             self._boxes[row % turns * count + index] for row, index in enumerate(indices.tolist())
@@ -160,7 +169,7 @@ class CropLoop(_Loop):
     def _decoded(self, indices: Indices, boxes: Sequence[Box]) -> Iterator[tuple[UInt8, Box]]:
         """Yield each image's pixels, or those around its box, and the box among them."""
         for index, box in zip(indices.tolist(), boxes, strict=True):
-            stored = self._pixels.item("images", index)
+            stored = self._packed.item("images", index)
             yield self._decode(index, stored), box
 
     def _decode(self, index: int, data: Any) -> UInt8:
@@ -169,7 +178,7 @@ class CropLoop(_Loop):
             return stored
         if self._encoding == "original":
             return decode_jpeg(data)  # may have to be turned: its size is not known before
-        height, width = self._pixels.stored_shapes[index].tolist()
+        height, width = self._packed.stored_shapes[index].tolist()
         return decode_jpeg(data, self._scratch(height * width * 3).reshape(height, width, 3))
 
     def _scratch(self, size: int) -> UInt8:
@@ -187,7 +196,7 @@ class RegionDecodeLoop(CropLoop):
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         super().__init__(params)
-        self._items = JpegItems(self._pixels, "images")
+        self._items = JpegItems(self._packed, "images")
 
     def _decoded(self, indices: Indices, boxes: Sequence[Box]) -> Iterator[tuple[UInt8, Box]]:
         parts = self._items.decode_regions(indices, np.array(boxes), self._scratch)
@@ -201,12 +210,12 @@ class CopyLoop(_Loop):
     note = "whole stored images"
 
     def _new_buffer(self, params: Mapping[str, Any]) -> UInt8:
-        shape = self._pixels.item("images", 0).shape
+        shape = self._packed.item("images", 0).shape
         return np.zeros((params["batch_size"], *shape), np.uint8)
 
     def _fill(self, indices: Indices, out: UInt8) -> None:
         for row, index in enumerate(indices.tolist()):
-            out[row] = self._pixels.item("images", index)
+            out[row] = self._packed.item("images", index)
 
 
 def _read_part(file: Path, start: int, stop: int, deadline: float) -> int:

@@ -47,9 +47,9 @@ _SMALLEST_BATCH = 64
 _USUAL_CROP, _SMALLEST_CROP = 224, 8
 
 
-def stored_side(pixels: PackedFiles) -> int | None:
+def stored_side(files: PackedFiles) -> int | None:
     """Return the short side that images are stored at, in pixels; None: each its own."""
-    spec = pixels.specs["images"]
+    spec = files.specs["images"]
     return min(spec.height, spec.width) or None
 
 
@@ -113,11 +113,11 @@ class CompareOptions:
         """Side of the crop where nothing is known of the file."""
         return self.crop or _USUAL_CROP
 
-    def for_file(self, pixels: PackedFiles) -> CompareOptions:
+    def for_file(self, files: PackedFiles) -> CompareOptions:
         """Return these options with the batch size and the crop that a file's images ask for."""
-        side = min(self.side, stored_side(pixels) or self.side)
+        side = min(self.side, stored_side(files) or self.side)
         crop = self.crop or max(side, _SMALLEST_CROP)
-        return replace(self.for_set_of(len(pixels)), crop=crop)
+        return replace(self.for_set_of(len(files)), crop=crop)
 
     def for_set_of(self, count: int) -> CompareOptions:
         """Return these options with a batch size that `count` images fill several times, if any."""
@@ -152,7 +152,7 @@ class Contestant:
     factory: str
     """module:attribute of what makes it."""
     ceiling: bool = False
-    takes_part: Callable[[PackedFiles, CompareOptions], str | None] = lambda _pixels, _options: None
+    takes_part: Callable[[PackedFiles, CompareOptions], str | None] = lambda _files, _options: None
     """Why it cannot be measured, or None; "" where there is nothing to measure or to say."""
     params: dict[str, Any] = field(default_factory=dict)
     """What its factory needs beyond what all get."""
@@ -169,15 +169,15 @@ def _needs_folder(_: PackedFiles, options: CompareOptions) -> str | None:
     return None if options.images else "give --images DIR to measure the folder of files as well"
 
 
-def _needs_plain_pixels(pixels: PackedFiles, _: CompareOptions) -> str | None:
-    spec = pixels.specs["images"]
+def _needs_plain_pixels(files: PackedFiles, _: CompareOptions) -> str | None:
+    spec = files.specs["images"]
     if spec.encoding == "raw" and spec.is_fixed:
         return None
     return f"the usual code reads arrays of pixels, and this file stores {spec.encoding}"
 
 
-def _needs_one_size(pixels: PackedFiles, options: CompareOptions) -> str | None:
-    spec = pixels.specs["images"]
+def _needs_one_size(files: PackedFiles, options: CompareOptions) -> str | None:
+    spec = files.specs["images"]
     if spec.fit == "keep" or spec.encoding == "original":
         return "a device crops images of one size, and this file's have many"
     if options.quick and options.where == "cpu":
@@ -207,8 +207,8 @@ def _needs_torchvision(_: PackedFiles, options: CompareOptions) -> str | None:
     return _NOT_QUICK if options.quick else None
 
 
-def _needs_stored_size(pixels: PackedFiles, options: CompareOptions) -> str | None:
-    if pixels.specs["images"].encoding == "original":
+def _needs_stored_size(files: PackedFiles, options: CompareOptions) -> str | None:
+    if files.specs["images"].encoding == "original":
         return "this file stores the source files as they are"
     return _NOT_QUICK if options.quick else None
 
@@ -218,24 +218,24 @@ def _first(
 ) -> Callable[[PackedFiles, CompareOptions], str | None]:
     """Return the condition that all `conditions` hold."""
 
-    def reason(pixels: PackedFiles, options: CompareOptions) -> str | None:
-        said = (condition(pixels, options) for condition in conditions)
+    def reason(files: PackedFiles, options: CompareOptions) -> str | None:
+        said = (condition(files, options) for condition in conditions)
         return next((text for text in said if text is not None), None)
 
     return reason
 
 
-def _needs_classes(pixels: PackedFiles, _: CompareOptions) -> str | None:
-    return None if len(pixels.classes) else "ImageFolder needs class folders"
+def _needs_classes(files: PackedFiles, _: CompareOptions) -> str | None:
+    return None if len(files.classes) else "ImageFolder needs class folders"
 
 
 def _bounds(*encodings: str) -> Callable[[PackedFiles, CompareOptions], str | None]:
     """Return the condition of a ceiling that bounds the work on these encodings only."""
-    return lambda pixels, _: None if pixels.specs["images"].encoding in encodings else ""
+    return lambda files, _: None if files.specs["images"].encoding in encodings else ""
 
 
-def _needs_plain_copies(pixels: PackedFiles, options: CompareOptions) -> str | None:
-    if not pixels.specs["images"].is_fixed:
+def _needs_plain_copies(files: PackedFiles, options: CompareOptions) -> str | None:
+    if not files.specs["images"].is_fixed:
         return "images have different sizes in bytes"
     return _NOT_QUICK if options.quick else None
 
@@ -290,10 +290,10 @@ def contestants(side: int | None = None) -> tuple[Contestant, ...]:
     )
 
 
-def small_items(pixels: PackedFiles) -> npt.NDArray[np.int64]:
+def small_items(files: PackedFiles) -> npt.NDArray[np.int64]:
     """Return which items the folder of small JPEGs holds: all, or evenly spaced ones."""
-    count = min(len(pixels), MOST_SMALL)
-    return np.arange(count, dtype=np.int64) * len(pixels) // count
+    count = min(len(files), MOST_SMALL)
+    return np.arange(count, dtype=np.int64) * len(files) // count
 
 
 def write_small(file: Path, out: Path, threads: int) -> None:
@@ -311,15 +311,15 @@ def write_small(file: Path, out: Path, threads: int) -> None:
         list(pool.map(write, small_items(dataset.files).tolist()))
 
 
-def _plain_labels(pixels: PackedFiles) -> npt.NDArray[Any] | None:
-    if pixels.labels.ndim == 1 and "masks" not in pixels.specs:
-        return pixels.labels
+def _plain_labels(files: PackedFiles) -> npt.NDArray[Any] | None:
+    if files.labels.ndim == 1 and "masks" not in files.specs:
+        return files.labels
     return None
 
 
-def _expectation(pixels: PackedFiles, options: CompareOptions, one: Contestant) -> Expectation:
-    items = small_items(pixels) if one.reads == "small" else np.arange(len(pixels))
-    labels = _plain_labels(pixels)
+def _expectation(files: PackedFiles, options: CompareOptions, one: Contestant) -> Expectation:
+    items = small_items(files) if one.reads == "small" else np.arange(len(files))
+    labels = _plain_labels(files)
     counts = None
     if labels is not None:
         counts = tuple(sorted(np.unique(labels[items], return_counts=True)[1].tolist()))
@@ -333,32 +333,32 @@ def _expectation(pixels: PackedFiles, options: CompareOptions, one: Contestant) 
     )
 
 
-def _check_images(pixels: PackedFiles, images: Path) -> None:
+def _check_images(files: PackedFiles, images: Path) -> None:
     """The folder must be the one that was packed: the same images on both sides."""
-    missing = [key for key in pixels.keys() if not (images / key).is_file()]  # noqa: SIM118
+    missing = [key for key in files.keys() if not (images / key).is_file()]  # noqa: SIM118
     if missing:
         raise UsageError(
-            f"images={images} lacks {len(missing)} of the {len(pixels)} images of the file "
+            f"images={images} lacks {len(missing)} of the {len(files)} images of the file "
             f"(first: {missing[0]}): give the folder it was packed from"
         )
 
 
 def _measurable(
-    among: Sequence[Contestant], pixels: PackedFiles, options: CompareOptions
+    among: Sequence[Contestant], files: PackedFiles, options: CompareOptions
 ) -> tuple[list[Contestant], list[str]]:
     """Those of `among` who can be measured, and why the others cannot."""
     chosen = [c for c in among if not options.only or any(o in c.name for o in options.only)]
     if not chosen:
         names = ", ".join(repr(one.name) for one in among)
         raise UsageError(f"only={list(options.only)} matches no loader: give a part of {names}")
-    reasons = [(one, one.takes_part(pixels, options)) for one in chosen]
+    reasons = [(one, one.takes_part(files, options)) for one in chosen]
     left_out = [f"{one.name}: {reason}" for one, reason in reasons if reason]
     return [one for one, reason in reasons if reason is None], left_out
 
 
 def entries(
     among: Sequence[Contestant],
-    pixels: PackedFiles,
+    files: PackedFiles,
     options: CompareOptions,
     workers: int,
     small: Path,
@@ -370,13 +370,13 @@ def entries(
     Raises:
         UsageError: `options.images` is another folder, or `options.only` matches nobody.
     """
-    taking_part, left_out = _measurable(among, pixels, options)
+    taking_part, left_out = _measurable(among, files, options)
     folder: tuple[str, ...] = ()
     if options.images is not None:
-        _check_images(pixels, options.images)
-        folder = tuple(str(options.images / key) for key in pixels.keys())  # noqa: SIM118
+        _check_images(files, options.images)
+        folder = tuple(str(options.images / key) for key in files.keys())  # noqa: SIM118
     params = {
-        "file": pixels.paths[0],
+        "file": files.paths[0],
         "images": str(options.images) if options.images else None,
         "small": str(small),
         "workers": workers,
@@ -385,15 +385,15 @@ def entries(
         "device": options.where,
     }
     if any(one.reads == "small" for one in taking_part):
-        write_small(Path(pixels.paths[0]), small, max(workers, 1))
-    files = {"file": (pixels.paths[0],), "folder": folder, "small": (str(small),)}
+        write_small(Path(files.paths[0]), small, max(workers, 1))
+    read = {"file": (files.paths[0],), "folder": folder, "small": (str(small),)}
     return [
         Entry(
             name=one.name,
             command=(sys.executable, "-m", "h5feed.bench.process", one.factory),
             params=params | one.params,
-            expected=_expectation(pixels, options, one),
-            files=files[one.reads],
+            expected=_expectation(files, options, one),
+            files=read[one.reads],
             cold=not one.ceiling,
         )
         for one in taking_part
@@ -427,29 +427,29 @@ def _disk_outcome(file: Path, count: int) -> Iterable[Outcome]:
         yield Outcome(name="disk, cold", ceiling=True, rates=(rate / per_image,), note=note)
 
 
-def crop_in_words(pixels: PackedFiles, options: CompareOptions) -> str:
+def crop_in_words(files: PackedFiles, options: CompareOptions) -> str:
     """Return "224²", and that it is enlarged where less is stored."""
-    stored = stored_side(pixels)
+    stored = stored_side(files)
     enlarged = stored is not None and stored < options.side
     return f"{options.side}²" + (f" (enlarged: stored at {stored})" if enlarged else "")
 
 
 def _one(file: Path, options: CompareOptions, workers: int, tell: Tell) -> Comparison:
     """Measure one setting."""
-    pixels = PackedFiles([file])
+    files = PackedFiles([file])
     with tempfile.TemporaryDirectory(prefix="bench-h5-") as small:
-        among = contestants(stored_side(pixels))
-        taking_part, left_out = entries(among, pixels, options, workers, Path(small))
+        among = contestants(stored_side(files))
+        taking_part, left_out = entries(among, files, options, workers, Path(small))
         known = facts(file, options) | _python_facts(file, taking_part, options, workers, tell)
         outcomes = run(taking_part, options.schedule, tell)
     if options.schedule.cold:
-        outcomes += _disk_outcome(file, len(pixels))
+        outcomes += _disk_outcome(file, len(files))
     title = (
-        f"{len(pixels):,} images ({pixels.specs['images'].encoding}), random crop to "
-        f"{crop_in_words(pixels, options)} and flip, batches of {options.batch}, "
+        f"{len(files):,} images ({files.specs['images'].encoding}), random crop to "
+        f"{crop_in_words(files, options)} and flip, batches of {options.batch}, "
         f"{workers} workers, on {options.where}"
     )
-    return report_of(title, outcomes, left_out, known, len(pixels))
+    return report_of(title, outcomes, left_out, known, len(files))
 
 
 def _python_facts(
@@ -504,6 +504,6 @@ def compare(
         SubjectError: A loader failed, or did not deliver what it should.
     """
     options.check()
-    pixels = PackedFiles([file])
-    options = options.for_file(pixels)
-    return [_one(file, given, workers, tell) for given, workers in settings(options, len(pixels))]
+    files = PackedFiles([file])
+    options = options.for_file(files)
+    return [_one(file, given, workers, tell) for given, workers in settings(options, len(files))]

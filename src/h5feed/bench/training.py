@@ -170,23 +170,23 @@ def train(
     options.check()
     if options.sweep:
         raise UsageError("sweep is for loaders alone: leave it out with train")
-    pixels = PackedFiles([file])
-    options = options.for_file(pixels)
-    ((_, workers),) = settings(options, len(pixels))
+    files = PackedFiles([file])
+    options = options.for_file(files)
+    ((_, workers),) = settings(options, len(files))
     model = given.chosen(options.where)
-    params = {"model": model, "outputs": max(len(pixels.classes), 2)}
+    params = {"model": model, "outputs": max(len(files.classes), 2)}
     schedule = replace(options.schedule, cold=0.0)
     with tempfile.TemporaryDirectory(prefix="bench-h5-") as small:
-        among = _trained(params, stored_side(pixels))
-        taking_part, left_out = entries(among, pixels, options, workers, Path(small))
+        among = _trained(params, stored_side(files))
+        taking_part, left_out = entries(among, files, options, workers, Path(small))
         outcomes = run(taking_part, schedule, tell)
     known = facts(file, options) | {"model": model} | _break_even(file, options, outcomes)
     title = (
-        f"Training {model} on {len(pixels):,} images "
-        f"({pixels.specs['images'].encoding}), crop {crop_in_words(pixels, options)}, batches of "
+        f"Training {model} on {len(files):,} images "
+        f"({files.specs['images'].encoding}), crop {crop_in_words(files, options)}, batches of "
         f"{options.batch}, {workers} workers, on {options.where}"
     )
-    return report_of(title, outcomes, left_out, known, len(pixels), kind="training")
+    return report_of(title, outcomes, left_out, known, len(files), kind="training")
 
 
 def tiny(num_outputs: int) -> nn.Module:
