@@ -15,7 +15,7 @@ AUGMENT = [
     "tone",
 ]  # fmt: skip
 TRAIN = [module.name for module in pkgutil.iter_modules(h5feed.train.__path__)]
-FEED = ["dataloader", "dataset", "fields", "loader", "sampling", "tune"]
+FEED = ["dataloader", "dataset", "fields", "loader", "order", "sampling", "tune"]
 BENCH = ("measure", "report", "rounds", "training")
 MODULES = [
     *(f"h5feed.augment.{name}" for name in AUGMENT),
@@ -42,11 +42,13 @@ MODULES = [
 def _examples_folder(tmp_path, monkeypatch):
     """The working folder of examples: `images` has two classes of twelve images each.
 
-    `photos.h5` has twelve images of two classes, 64x64; `fields.h5` the same with further fields.
+    `photos.h5` has twelve images of two classes, 64x64, `more.h5` as many again; `fields.h5` the
+    same with further fields.
     """
     make_folder(tmp_path / "images")
     images = random_images(12, (64, 64))
     write_packed(tmp_path / "photos.h5", images)
+    write_packed(tmp_path / "more.h5", images)
     write_packed(tmp_path / "fields.h5", images, further=further_fields(12))
     monkeypatch.chdir(tmp_path)
 

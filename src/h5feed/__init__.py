@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from h5feed.feed.dataloader import make_dataloader
     from h5feed.feed.dataset import H5Dataset
     from h5feed.feed.loader import H5Loader
-    from h5feed.feed.sampling import BlockShuffleSampler, ShuffleSampler
+    from h5feed.feed.sampling import BlockShuffleSampler, ShardShuffleSampler, ShuffleSampler
     from h5feed.feed.tune import tune
     from h5feed.packing import pack
 
@@ -22,6 +22,7 @@ __all__ = [
     "H5FormatError",
     "H5Loader",
     "PackError",
+    "ShardShuffleSampler",
     "ShuffleSampler",
     "UsageError",
     "augment",
@@ -36,6 +37,7 @@ _HOMES = {
     "BlockShuffleSampler": "h5feed.feed.sampling",
     "H5Dataset": "h5feed.feed.dataset",
     "H5Loader": "h5feed.feed.loader",
+    "ShardShuffleSampler": "h5feed.feed.sampling",
     "ShuffleSampler": "h5feed.feed.sampling",
     "augment": "h5feed.augment",
     "make_dataloader": "h5feed.feed.dataloader",

@@ -606,7 +606,11 @@ def test_small_sets_and_empty_ones(tmp_path):
         ({"views": 0}, "views=0 must be"),
         ({"num_workers": -1}, 'num_workers=-1 must be "auto" or a whole number'),
         ({"num_workers": "many"}, "num_workers='many' must be"),
-        ({"shuffle": "blocks"}, "shuffle='blocks' is none of"),
+        (
+            {"shuffle": "blocks"},
+            'shuffle=\'blocks\' is none of True, "block", "shards" and False',
+        ),
+        ({"streams": 0}, "streams=0 must be a whole number of at least 1"),
         ({"rank": 1}, "rank=1 and world_size=None: give both or neither"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not in 0 to world_size-1=1"),
         ({"augment_on": "gpu"}, "augment_on='gpu' is none of"),

@@ -48,7 +48,14 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE, ids=str)
 @pytest.mark.parametrize(
-    "order", [{}, {"shuffle": "block", "block": 5}, {"shuffle": False}], ids=str
+    "order",
+    [
+        {},
+        {"shuffle": "block", "block": 5},
+        {"shuffle": "shards", "streams": 3},
+        {"shuffle": False},
+    ],
+    ids=str,
 )
 def test_what_is_left_comes_exactly(ds, elsewhere, order):
     with make(ds, seed=5, num_workers=2, **order) as loader:
@@ -269,6 +276,7 @@ def test_refuses_a_state_of_other_data(ds, tmp_path):
     [
         {"shuffle": False},
         {"shuffle": "block"},
+        {"shuffle": "shards"},
         {"indices": range(10)},
         {"sampler": range(10)},
     ],

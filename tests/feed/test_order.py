@@ -7,7 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5feed.feed.order import BlockShuffle, FullShuffle, Listed, Sequential, permute
+from h5feed.feed.order import (
+    BlockShuffle,
+    FullShuffle,
+    Listed,
+    Repeated,
+    Sequential,
+    ShardShuffle,
+    permute,
+    permute_each,
+    spread_out,
+)
 
 
 def everything(order):
@@ -27,6 +37,31 @@ def test_permute_is_a_permutation_of_larger_ranges(count):
     where = permute(np.arange(count), count, 5)
     assert where.dtype == np.int64
     np.testing.assert_array_equal(np.sort(where), np.arange(count))
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(0, 2**60))
+@settings(max_examples=100, deadline=None)
+def test_permute_each_is_one_permutation_of_each_range(counts, key):
+    counts = np.array(counts)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    positions = np.concatenate([np.arange(count) for count in counts])
+    keys = (key + owner).astype(np.uint64)
+    where = permute_each(positions, counts[owner], keys)
+    for number, count in enumerate(counts):
+        assert sorted(where[owner == number].tolist()) == list(range(count))
+    some = np.arange(len(owner))[::3]  # each is moved as if it were alone
+    alone = permute_each(positions[some], counts[owner][some], keys[some])
+    np.testing.assert_array_equal(alone, where[some])
+
+
+def test_permute_each_finds_all_permutations_equally_often():
+    number = {p: k for k, p in enumerate(itertools.permutations(range(4)))}
+    rows = 12 * 24
+    owner = np.repeat(np.arange(rows, dtype=np.uint64), 4)
+    where = permute_each(np.tile(np.arange(4), rows), np.full(4 * rows, 4), owner)
+    found = np.bincount([number[tuple(row)] for row in where.reshape(rows, 4).tolist()])
+    chi = ((found - 12) ** 2 / 12).sum()
+    assert (chi - 23) / np.sqrt(2 * 23) < 4
 
 
 def test_a_batch_of_ten_million_is_computed_alone():
@@ -131,6 +166,129 @@ def test_block_shuffle_of_windows_is_not_the_same_in_each():
     assert len(inner) == 10
 
 
+# --- shards -------------------------------------------------------------------------------------
+
+SHARDS = {
+    "counts": st.lists(st.integers(0, 40), min_size=1, max_size=20).filter(any),
+    "streams": st.integers(1, 20),
+    "window": st.integers(1, 5),
+    "seed": st.integers(0, 99),
+}
+
+
+@given(**SHARDS, data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_shard_shuffle_sees_every_sample_once(counts, streams, window, seed, data):
+    options = {"streams": streams, "window": window}
+    order = ShardShuffle(np.array(counts), seed, 3, **options)
+    assert len(order) == sum(counts)
+    whole = everything(order)
+    assert sorted(whole.tolist()) == list(range(len(order)))
+    some = np.array(data.draw(st.lists(st.integers(0, len(order) - 1), max_size=9)), np.int64)
+    np.testing.assert_array_equal(order(some), whole[some])
+    # samples that lie in another order than that of the items
+    items = np.random.default_rng(seed).permutation(len(order))
+    mapped = ShardShuffle(np.array(counts), seed, 3, **options, items=items)
+    np.testing.assert_array_equal(everything(mapped), items[whole])
+
+
+def shard_of(order_counts, samples):
+    return np.searchsorted(np.cumsum(order_counts), samples, side="right")
+
+
+@given(**SHARDS)
+@settings(max_examples=200, deadline=None)
+def test_a_stream_has_window_shards_at_a_time_and_its_neighbour_shares_one(
+    counts, streams, window, seed
+):
+    order = ShardShuffle(np.array(counts), seed, 3, streams=streams, window=window)
+    shards = shard_of(counts, everything(order))
+    total = 0
+    for stream in range(streams):
+        mine = shards[stream::streams]
+        first, last = {}, {}
+        for at, shard in enumerate(mine.tolist()):
+            first.setdefault(shard, at)
+            last[shard] = at
+        total += len(first)
+        for at in range(len(mine)):  # shards that have come and will come again
+            assert sum(first[s] <= at <= last[s] for s in first) <= window
+    assert total <= sum(c > 0 for c in counts) + streams - 1
+
+
+@pytest.mark.parametrize("streams", [4, 6, 16])
+def test_streams_come_to_the_shard_they_share_at_the_same_time(streams):
+    """So a machine that has both reads it once, however small its cache."""
+    counts = np.full(50, 100)
+    order = ShardShuffle(counts, 1, 0, streams=streams, window=1)
+    shards = shard_of(counts, everything(order))
+    shared = 0
+    for shard in range(50):
+        at = np.flatnonzero(shards == shard)
+        owners = np.unique(at % streams)
+        if len(owners) == 1:
+            continue
+        shared += 1
+        assert at.max() - at.min() < 2 * 100 * streams
+    assert shared > 0
+
+
+def test_windows_of_streams_do_not_all_begin_at_once():
+    counts = np.full(640, 10)
+    order = ShardShuffle(counts, 1, 0, streams=16, window=4)
+    shards = shard_of(counts, everything(order))
+    seen = set()
+    fresh = []  # shards of which the first sample comes in each of many small steps
+    for begin in range(0, len(shards), 160):
+        now = set(shards[begin : begin + 160].tolist())
+        fresh.append(len(now - seen))
+        seen |= now
+    assert max(fresh[1:-1]) <= 40, "16 streams that begin 4 shards each are 64"
+
+
+def test_shard_shuffle_changes_with_the_epoch_and_the_seed():
+    counts = np.full(40, 25)
+    orders = [
+        everything(ShardShuffle(counts, seed, epoch, streams=4, window=2))
+        for seed in range(3)
+        for epoch in range(3)
+    ]
+    for a, b in itertools.combinations(orders, 2):
+        assert (a == b).sum() < 20  # one is expected
+        assert len(set(shard_of(counts, a[:100])) & set(shard_of(counts, b[:100]))) < 8
+
+
+def test_a_billion_items_cost_their_shards_alone():
+    counts = np.full(1000, 10**6)
+    order = ShardShuffle(counts, 1, 2, streams=64, window=4)
+    part = np.arange(10**9 - 1000, 10**9)
+    np.testing.assert_array_equal(order(part)[-10:], order(part[-10:]))
+    assert len(np.unique(order(part))) == 1000
+
+
+@pytest.mark.parametrize("streams", [1, 2, 7, 12, 48, 64, 100])
+def test_streams_are_spread_over_the_epoch(streams):
+    parts = spread_out(streams)
+    assert sorted(parts.tolist()) == list(range(streams))
+    first, count = 13, 5 * streams + 3
+    has = np.bincount(np.arange(first, first + count) % streams, minlength=streams)[parts]
+    fair = np.arange(1, streams + 1) * count / streams
+    assert np.abs(np.cumsum(has) - fair).max() <= 1 + np.log2(streams)
+
+
+def test_repeats_follow_one_another_in_their_stream():
+    counts = np.full(8, 6)
+    order = ShardShuffle(counts, 1, 0, streams=4, window=1)
+    repeated = Repeated(order, 3, 4)
+    positions = np.arange(len(repeated))
+    samples, keys = repeated(positions), repeated.draw_keys(positions, repeated(positions))
+    for stream in range(4):
+        mine = samples[stream::4].reshape(-1, 3)
+        assert (mine == mine[:, :1]).all()
+        np.testing.assert_array_equal(mine[:, 0], order(np.arange(16))[stream::4])
+    assert len(np.unique(keys)) == len(keys)
+
+
 def test_sequential():
     assert everything(Sequential(5)).tolist() == [0, 1, 2, 3, 4]
 
@@ -174,9 +332,12 @@ def test_the_order_stays_what_it_is():
     ]
     assert FullShuffle(100, 42, 7)(positions).tolist() == [1, 71, 32, 17, 28]
     assert BlockShuffle(10_000, 42, 7, block=43, window=16)(positions).tolist() == [
-        8221,
-        5712,
-        4306,
-        5679,
-        6395,
+        4869,
+        229,
+        2392,
+        2243,
+        1841,
     ]
+    counts = np.arange(1, 200)
+    shards = ShardShuffle(counts, 42, 7, streams=64, window=4)
+    assert shards(positions).tolist() == [11761, 4013, 16513, 5353, 12136]

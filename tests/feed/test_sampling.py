@@ -1,3 +1,4 @@
+import itertools
 import tracemalloc
 from functools import partial
 from itertools import islice
@@ -5,13 +6,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from h5feed import BlockShuffleSampler, H5Dataset, H5Loader, ShuffleSampler, UsageError
+from h5feed import (
+    BlockShuffleSampler,
+    H5Dataset,
+    H5Loader,
+    ShardShuffleSampler,
+    ShuffleSampler,
+    UsageError,
+)
 from h5feed.augment import Pipeline, RandomResizedCrop
-from h5feed.feed.order import FullShuffle
+from h5feed.feed.options import choose_nodes
+from h5feed.feed.order import FullShuffle, ShardShuffle
 from h5feed.feed.random import SeededDraws
 from h5feed.feed.sampling import Drawing, SampleOrder, Steps
 from loaders import write_kind
@@ -103,6 +113,125 @@ def test_padding_goes_on_from_the_beginning():
     assert [s.repeats(1) for s in everyone] == [0, 1, 1]
 
 
+# --- streams of shards, shared out among machines ------------------------------------------------
+
+STREAMS = {
+    "streams": st.integers(1, 24),
+    "nodes": st.integers(1, 6),
+    "ranks": st.integers(1, 3),
+    "samples": st.integers(0, 300),
+    "batch_size": st.integers(1, 12),
+    "start": st.integers(0, 200),
+}
+
+
+@given(**STREAMS, tail=st.sampled_from(["pad", "drop"]), drop_last=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_nodes_take_all_positions_of_a_step_and_resume_anywhere(
+    nodes, ranks, samples, start, tail, drop_last, **options
+):
+    options |= {"tail": tail, "drop_last": drop_last}
+    start = min(start, samples)
+    everyone = [
+        Steps(
+            rank=rank,
+            world_size=nodes * ranks,
+            nodes=nodes,
+            samples=samples,
+            start=start,
+            **options,
+        )
+        for rank in range(nodes * ranks)
+    ]
+    lone = Steps(
+        world_size=nodes * ranks, samples=samples, start=start, **{**options, "streams": 1}
+    )
+    assert {len(steps) for steps in everyone} == {len(lone)}
+    for step in range(len(lone)):
+        parts = [steps.positions(step) for steps in everyone]
+        assert {len(part) for part in parts} == {lone.share(step)}
+        taken = np.sort(np.concatenate(parts))
+        end = lone.consumed(step + 1) if tail == "pad" or step < len(lone) - 1 else None
+        fresh = np.unique(taken)
+        fresh = fresh[fresh >= lone.consumed(step)]
+        repeats = sum(steps.repeats(step) for steps in everyone)
+        assert len(taken) - repeats == len(fresh)
+        np.testing.assert_array_equal(fresh, np.arange(len(fresh)) + lone.consumed(step))
+        if end is not None:
+            assert len(fresh) == end - lone.consumed(step)
+        assert repeats < nodes * ranks
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+@pytest.mark.parametrize("start", [0, 37])
+def test_a_node_has_streams_of_its_own(nodes, start):
+    for step in (0, 1, 5):
+        seen = [
+            {
+                int(p) % 8
+                for rank in range(2)
+                for p in Steps(
+                    samples=10_000,
+                    batch_size=11,
+                    rank=2 * node + rank,
+                    world_size=2 * nodes,
+                    start=start,
+                    streams=8,
+                    nodes=nodes,
+                ).positions(step)
+            }
+            for node in range(nodes)
+        ]
+        assert all(len(streams) == 8 // nodes for streams in seen)
+        assert set().union(*seen) == set(range(8))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most"), [(1, 300), (4, 303), (16, 315), (3, 345), (5, 385), (32, 640)]
+)
+def test_nodes_read_hardly_a_shard_twice(nodes, most):
+    """At most one between neighbours; all of a stream's where nodes do not divide the streams."""
+    counts = np.full(300, 50)
+    order = ShardShuffle(counts, 1, 0, streams=16, window=3)
+    read = 0
+    for node in range(nodes):
+        steps = Steps(
+            samples=len(order),
+            batch_size=33,
+            rank=node,
+            world_size=nodes,
+            streams=16,
+            nodes=nodes,
+        )
+        samples = order(np.concatenate([steps.positions(k) for k in range(len(steps))]))
+        read += len(np.unique(samples // 50))
+    assert 300 <= read <= most
+
+
+def test_what_fills_the_last_step_was_just_read():
+    """Not the first samples of the epoch, whose shards are gone."""
+    everyone = [
+        Steps(samples=1003, batch_size=10, rank=rank, world_size=4, streams=8, nodes=4)
+        for rank in range(4)
+    ]
+    last = [steps.positions(len(steps) - 1) for steps in everyone]
+    assert sum(steps.repeats(len(steps) - 1) for steps in everyone) == 1
+    assert min(part.min() for part in last) > 990
+    streams = [set((part % 8).tolist()) for part in last]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(streams, 2))
+
+
+def test_choose_nodes(monkeypatch):
+    monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
+    assert choose_nodes(6) == 6
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    assert choose_nodes(6) == 3
+    assert choose_nodes(1) == 1  # given rank=0, world_size=1: every process reads everything
+    assert choose_nodes(7) == 7
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "some")
+    assert choose_nodes(6) == 6
+
+
 COUNT = 1_000_000
 
 
@@ -176,6 +305,54 @@ def test_torchs_dataloader_in_the_order_of_h5loader(tmp_path, sampler, shuffle):
         assert [indices.tolist() for *_, indices in loader] == expected
 
 
+@pytest.fixture
+def shards(tmp_path):
+    """Three files of 11, 7 and 9 images, and what is left of them in a Subset of a Concat."""
+    paths = [write_kind(tmp_path / f"{n}.h5", "raw", count=n) for n in (11, 7, 9)]
+    parts = ConcatDataset([H5Dataset(paths[:2]), H5Dataset(paths[2])])
+    return H5Dataset(paths), Subset(parts, [26, 3, 1, 17, 0, 12, 4, 5, 20, 21, 9])
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_shards_come_in_one_order_from_samplers_and_loaders(shards, part):
+    ds = shards[part]
+    sampler = ShardShuffleSampler(ds, streams=2, window=1, seed=3)
+    stock = DataLoader(range(len(ds)), batch_size=4, sampler=sampler)
+    with H5Loader(ds, 4, shuffle="shards", streams=2, window=1, seed=3, with_index=True) as loader:
+        for epoch in (0, 5):
+            sampler.set_epoch(epoch)
+            loader.set_epoch(epoch)
+            places = torch.cat(list(stock))
+            assert sorted(places.tolist()) == list(range(len(ds)))
+            items = torch.tensor(ds.indices)[places] if part else places
+            assert torch.cat([indices for *_, indices in loader]).tolist() == items.tolist()
+
+
+def test_ranks_of_a_sampler_have_shards_of_their_own(shards):
+    shares = [
+        list(ShardShuffleSampler(shards[0], streams=3, window=1, rank=rank, world_size=3))
+        for rank in range(3)
+    ]
+    assert [len(share) for share in shares] == [9, 9, 9]
+    assert sorted(itertools.chain(*shares)) == list(range(27))
+    read = [np.unique(np.searchsorted([11, 18], share, side="right")) for share in shares]
+    assert sum(map(len, read)) <= 5
+
+
+def test_indices_keep_to_their_shards(shards):
+    """`indices` are a part of each shard, and repeated ones stay repeated."""
+    indices = [20, 3, 3, 25, 19, 18, 0, 26]
+    loader = H5Loader(
+        shards[0], 2, shuffle="shards", streams=1, window=1, indices=indices, with_index=True
+    )
+    with loader:
+        found = torch.cat([batch for *_, batch in loader]).tolist()
+    assert sorted(found) == sorted(indices)
+    assert {tuple(sorted(found[:3])), tuple(sorted(found[3:]))} & {(0, 3, 3), (20, 25, 26)} or (
+        sorted(found[-3:]) == [0, 3, 3]
+    )
+
+
 @pytest.mark.parametrize("kind", [ShuffleSampler, partial(BlockShuffleSampler, block=3, window=2)])
 @pytest.mark.parametrize(("count", "world_size"), [(12, 3), (13, 4), (2, 5), (0, 2)])
 def test_ranks_share_what_a_sampler_gives(kind, count, world_size):
@@ -207,6 +384,10 @@ def test_a_sampler_of_millions_begins_at_once_and_keeps_no_list(monkeypatch):
         (lambda: ShuffleSampler(range(4)).set_epoch(-1), "epoch=-1 must be a whole number of at"),
         (lambda: BlockShuffleSampler(range(4), block=0), "block=0 must be a whole number of at"),
         (
+            lambda: ShardShuffleSampler(range(4)),
+            r"dataset=range\(0, 4\) is no H5Dataset, nor a Sub",
+        ),
+        (
             lambda: SampleOrder(
                 4,
                 shuffle=False,
@@ -214,6 +395,8 @@ def test_a_sampler_of_millions_begins_at_once_and_keeps_no_list(monkeypatch):
                 indices=None,
                 block=1,
                 window=1,
+                streams=1,
+                shards=(np.array([4]), None),
             ),
             "ShuffleSampler gives one of 2 ranks its share, and H5Loader would split that again",
         ),

@@ -124,7 +124,14 @@ def test_a_state_of_other_weights_is_refused(ds):
         ({"weights": [np.nan] * 24}, "weights must be finite"),
         ({"weights": np.zeros(24)}, "weights are 0 for all samples"),
         ({"weights": ["x"] * 24}, "weights=list is no array of numbers"),
-        ({"weights": "balanced", "shuffle": "block"}, "weights draw the samples, and shuffle="),
+        (
+            {"weights": "balanced", "shuffle": "block"},
+            'weights draw the samples, and shuffle="block" orders them',
+        ),
+        (
+            {"weights": "balanced", "shuffle": "shards"},
+            'weights draw the samples, and shuffle="shards" orders them',
+        ),
         ({"weights": "balanced", "sampler": [1, 2]}, "weights draw the samples, and sampler="),
         ({"repeats": 0}, "repeats=0 must be a whole number of at least 1"),
     ],

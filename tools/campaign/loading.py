@@ -43,7 +43,7 @@ OPS: list[list[augment.Op]] = [
 def resumed(case: Case) -> None:
     """Stopped anywhere, resumed with another batch size, thread count and world: the same."""
     options = {
-        "shuffle": case.random.choice([True, False, "block"]),
+        "shuffle": case.random.choice([True, False, "block", "shards"]),
         "augment": case.random.choice(OPS),
         "views": case.random.choice([1, 1, 2]),
         "io": case.random.choice(["map", "read"]),

@@ -102,7 +102,7 @@ def _loader(case: Case, path: Path) -> None:
         H5Dataset(path),
         case.random.choice([1, 5, 16]),
         augment=ops,
-        shuffle=case.random.choice([True, False, "block"]),
+        shuffle=case.random.choice([True, False, "block", "shards"]),
         on_error=case.random.choice(["raise", "skip"]),
         views=case.random.choice([1, 2]),
         io=case.random.choice(["map", "read"]),

@@ -125,6 +125,14 @@ class PackedFiles:
         }
         return made
 
+    @property
+    def shards(self) -> tuple[Indices, Indices | None]:
+        """How many items each file has, int64 (S,), and which item is stored at each place.
+
+        The latter is int64 (N,), file after file; None where that is the order of the items.
+        """
+        return np.diff(self._starts), None
+
     def locate(self, index: int) -> tuple[int, int]:
         """Return (number of the file, index within it)."""
         if len(self.indexes) == 1:

@@ -48,6 +48,7 @@ from h5feed.feed.options import (
     check_whole,
     choose_engine,
     choose_files,
+    choose_nodes,
     choose_pipeline,
     choose_ranks,
     choose_workers,
@@ -98,7 +99,8 @@ class PackedLoader(DataLoaderFacts, ABC):
         sampler: Sampler[int] | None,
         indices: Sequence[int] | None,
         block: int | None,
-        window: int,
+        window: int | None,
+        streams: int,
         weights: Weights = None,
         repeats: int = 1,
         whole: H5Dataset | None = None,
@@ -122,6 +124,8 @@ class PackedLoader(DataLoaderFacts, ABC):
             indices=indices,
             block=block_length(self._files) if block is None else block,
             window=window,
+            streams=streams,
+            shards=self._files.shards,
             weights=choose_weights(weights, labels if items is None else labels[items]),
             repeats=repeats,
             items=items,
@@ -223,6 +227,8 @@ class PackedLoader(DataLoaderFacts, ABC):
             drop_last=self.drop_last,
             tail=self._tail,
             start=start,
+            streams=self._order.streams,
+            nodes=choose_nodes(world_size),
         )
 
     @property
@@ -294,7 +300,7 @@ class H5Loader(PackedLoader):
 
     Most programs give shuffle, augment, device, num_workers, drop_last and seed. The others are
     for special cases: several processes (rank, world_size, tail), damaged files and failing disks
-    (on_error, io), orders of your own (sampler, indices, block, window), GPUs (augment_on,
+    (on_error, io), orders of your own (sampler, indices, block, window, streams), GPUs (augment_on,
     residency, compile), slow disks (prefetch, lookahead), self-supervised learning (views).
 
     JPEG is decoded by the loader's threads, wherever batches go; h5feed.interop.dali.DaliLoader,
@@ -313,7 +319,9 @@ class H5Loader(PackedLoader):
             like. Its `target_transform` and `target_dtype` apply; it may have no `transform`, and
             no `output` or `aspect` but tensors of the images as they are stored.
         batch_size: samples of a batch, of this rank.
-        shuffle: False, True, or "block" (for disks that hate seeks: long sequential reads).
+        shuffle: False, True, "block" (for disks that hate seeks: long sequential reads), or
+            "shards" (for several files on many machines: each machine reads its own files only,
+            a few at a time; see streams and window).
         augment: ops of h5feed.augment, in order; or torchvision's Compose, or a list of its
             transforms, as h5feed.augment.from_torchvision knows them.
         views: how many differently augmented images of each, as a tuple.
@@ -355,7 +363,13 @@ class H5Loader(PackedLoader):
         sampler: any torch Sampler that has a length; it gives the order of all ranks together.
         indices: the samples to take, as positions in `dataset`.
         block: samples of a block with shuffle="block"; None: 8 MB of them.
-        window: blocks that are shuffled together.
+        window: blocks, or shards of a stream, that are shuffled together; None: 16 blocks, or 4
+            shards.
+        streams: with shuffle="shards", how many streams the shards are dealt to, which the
+            machines share out. An epoch needs window shards of each stream at a time; up to as
+            many machines as there are streams read shards that no other does. It is part of the
+            order: a state goes on only with the same, on any number of machines. Under torchrun
+            the ranks of a machine share its streams, else each has its own.
         weights: how often each sample comes: "balanced" (each class as often as any other), or an
             array of one number per sample of `ds`. Samples are drawn with replacement, as many
             in an epoch as there are; each is augmented anew.
@@ -401,7 +415,8 @@ class H5Loader(PackedLoader):
         sampler: Sampler[int] | None = None,
         indices: Sequence[int] | None = None,
         block: int | None = None,
-        window: int = 16,
+        window: int | None = None,
+        streams: int = 64,
         weights: Weights = None,
         repeats: int = 1,
         lookahead: int = 64 << 20,
@@ -426,6 +441,7 @@ class H5Loader(PackedLoader):
             indices=indices,
             block=block,
             window=window,
+            streams=streams,
             weights=weights,
             repeats=repeats,
             whole=packed,
@@ -686,7 +702,7 @@ def read_state(state: Mapping[str, Any], *, fingerprint: str, order: str) -> Sta
     if found.order != order:
         raise UsageError(
             f"the state belongs to the order {found.order!r}, this loader has {order!r}; give it "
-            "the same shuffle, block, window, indices and sampler"
+            "the same shuffle, block, window, streams, indices and sampler"
         )
     return found
 

@@ -34,6 +34,7 @@ __all__ = [
     "check_whole",
     "choose_engine",
     "choose_files",
+    "choose_nodes",
     "choose_pipeline",
     "choose_ranks",
     "choose_workers",
@@ -42,8 +43,9 @@ __all__ = [
     "leave_cores_to_loader",
 ]
 
-Shuffle = bool | Literal["block"]
-"""True: all samples; "block": blocks, and samples within a window of blocks; False: none."""
+Shuffle = bool | Literal["block", "shards"]
+"""True: all samples; "block": blocks, and samples within a window of blocks; "shards": shards on
+streams, and samples within a window of a stream's shards; False: none."""
 Tail = Literal["pad", "drop"]
 OnError = Literal["raise", "skip"]
 AugmentOn = Literal["cpu", "device", "auto"]
@@ -98,6 +100,18 @@ def choose_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
             "the loader rank and world_size (0 and 1 where each process is to read everything)"
         )
     return 0, 1
+
+
+def choose_nodes(world_size: int) -> int:
+    """Return among how many machines the processes that share an epoch are divided evenly.
+
+    torchrun tells how many there are, and all processes the same. What others set may differ from
+    process to process, and samples would be lost: then each process is a machine of its own.
+    """
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "")
+    if nodes.isdecimal() and int(nodes) > 0 and world_size % int(nodes) == 0:
+        return int(nodes)
+    return world_size
 
 
 def choose_workers(num_workers: int | str, device: torch.device) -> int:

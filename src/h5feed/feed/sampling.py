@@ -6,12 +6,12 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from h5feed.augment import Params, Pipeline
 from h5feed.errors import UsageError
@@ -24,7 +24,9 @@ from h5feed.feed.order import (
     Order,
     Repeated,
     Sequential,
+    ShardShuffle,
     Weighted,
+    spread_out,
 )
 from h5feed.feed.random import SeededDraws, hash_ints
 
@@ -34,6 +36,7 @@ __all__ = [
     "Drawing",
     "SampleOrder",
     "Samples",
+    "ShardShuffleSampler",
     "ShuffleSampler",
     "Steps",
     "Weights",
@@ -43,6 +46,8 @@ __all__ = [
 Indices = NDArray[np.int64]
 Weights = Literal["balanced"] | ArrayLike | None
 
+# Shuffled together where nobody says how many.
+_BLOCKS, _SHARDS = 16, 4
 _AT_ONCE = 4096  # indices that a sampler computes at a time: numpy's cost per call is small then
 
 
@@ -55,7 +60,10 @@ class SampleOrder:
         sampler: decides the order of every epoch, by being asked again.
         indices: the samples to take at all; with a shuffle, in shuffled order.
         block: samples of a block, for shuffle="block".
-        window: blocks shuffled together.
+        window: blocks, or shards of a stream, shuffled together; None: 16 blocks, 4 shards.
+        streams: of shards, for shuffle="shards".
+        shards: items of each shard, int64 (S,), and which item is stored at each place, int64
+            (N,), shard after shard; None for the latter: as they are stored.
         weights: how often each sample is drawn, float64 (count,); None: each once.
         repeats: how often each sample comes in a row.
         items: int64 (count,), where the samples counted are a part of the items; None: all.
@@ -72,18 +80,22 @@ class SampleOrder:
         sampler: Sampler[Any] | None,
         indices: Sequence[int] | None,
         block: int,
-        window: int,
+        window: int | None,
+        streams: int,
+        shards: tuple[Indices, Indices | None],
         weights: NDArray[np.float64] | None = None,
         repeats: int = 1,
         items: Indices | None = None,
     ) -> None:
-        if shuffle not in (True, False, "block"):
-            raise UsageError(f'shuffle={shuffle!r} is none of True, "block" and False')
-        check_whole(1, block=block, window=window, repeats=repeats)
+        if shuffle not in (True, False, "block", "shards"):
+            raise UsageError(f'shuffle={shuffle!r} is none of True, "block", "shards" and False')
+        if window is None:
+            window = _SHARDS if shuffle == "shards" else _BLOCKS
+        check_whole(1, block=block, window=window, streams=streams, repeats=repeats)
         if sampler is not None:
             _check_sampler(sampler, shuffle, indices)
-        if weights is not None and (sampler is not None or shuffle == "block"):
-            other = f"sampler={sampler!r}" if sampler is not None else 'shuffle="block"'
+        if weights is not None and (sampler is not None or isinstance(shuffle, str)):
+            other = f"sampler={sampler!r}" if sampler is not None else f'shuffle="{shuffle}"'
             raise UsageError(f"weights draw the samples, and {other} orders them: give one of them")
         self._count = count
         self._shuffle: Shuffle = shuffle
@@ -95,6 +107,11 @@ class SampleOrder:
         self._indices = chosen
         self._block = block
         self._window = window
+        self.streams = streams if shuffle == "shards" else 1
+        """How many streams the positions are dealt to, in turn."""
+        self._shards = shards
+        if shuffle == "shards" and chosen is not None:
+            self._shards = _part_of(shards, chosen)
         self._repeats = repeats
         self._weights = weights
         if weights is not None and indices is not None:
@@ -122,7 +139,7 @@ class SampleOrder:
             order = self._computed(len(self), seed, epoch)
             if self._indices is not None:
                 order = Listed(self._indices, order)
-        return order if self._repeats == 1 else Repeated(order, self._repeats)
+        return order if self._repeats == 1 else Repeated(order, self._repeats, self.streams)
 
     @property
     def kind(self) -> str:
@@ -134,6 +151,8 @@ class SampleOrder:
             kind = f"weighted {_crc(self._weights):08x}"
         elif self._shuffle == "block":
             kind = f"block {self._block}x{self._window}"
+        elif self._shuffle == "shards":
+            kind = f"shards {self.streams}x{self._window}"
         else:
             kind = "full" if self._shuffle else "none"
         part = "" if self._indices is None else f" of {_crc(self._indices):08x}"
@@ -153,7 +172,26 @@ class SampleOrder:
             return Weighted(self._weights, seed, epoch)
         if self._shuffle == "block":
             return BlockShuffle(count, seed, epoch, block=self._block, window=self._window)
+        if self._shuffle == "shards":
+            counts, items = self._shards
+            how = {"streams": self.streams, "window": self._window}
+            return ShardShuffle(counts, seed, epoch, **how, items=items)
         return FullShuffle(count, seed, epoch) if self._shuffle else Sequential(count)
+
+
+def _part_of(shards: tuple[Indices, Indices | None], items: Indices) -> tuple[Indices, Indices]:
+    """Return how many of `items` each shard has, and the order in which they are stored there.
+
+    That is, as `items` are counted: int64 (S,) and (len(items),).
+    """
+    counts, stored = shards
+    place = items
+    if stored is not None:
+        places = np.empty_like(stored)
+        places[stored] = np.arange(len(stored))
+        place = places[items]
+    shard = np.searchsorted(np.cumsum(counts), place, side="right")
+    return np.bincount(shard, minlength=len(counts)), np.argsort(place, kind="stable")
 
 
 def choose_weights(weights: Weights, labels: NDArray[Any]) -> NDArray[np.float64] | None:
@@ -260,6 +298,11 @@ class Steps:
 
     A step takes the next `batch_size · world_size` positions, and each rank its own run of them. So
     what is left of an epoch is one number, which means the same at any batch and world size.
+
+    Where the order has several streams, a step's positions are first divided among the nodes, by
+    streams: node n of P gets the n-th of P equal shares, in the order of the parts that the
+    streams walk (see ShardShuffle), so that each has streams of its own, and shares one with its
+    neighbour where P does not divide them. Its ranks take their runs of that.
     """
 
     samples: int
@@ -274,6 +317,10 @@ class Steps:
     """What evens out a short last step: ranks repeat samples, or some are left out."""
     start: int = 0
     """Positions already consumed by all ranks together."""
+    streams: int = 1
+    """Streams of the order: position p is in stream p % streams."""
+    nodes: int = 1
+    """Machines, with world_size / nodes ranks each, that should read streams of their own."""
 
     @property
     def stride(self) -> int:
@@ -290,21 +337,37 @@ class Steps:
         return self.batch_size if rest >= self.stride else self._last_share(rest)
 
     def first(self, step: int) -> int:
-        """Return the position of this rank's first sample of a step."""
+        """Return a number of this rank's batch: where it begins, were ranks all that divides it."""
         return self.start + step * self.stride + self.rank * self.share(step)
 
     def positions(self, step: int) -> NDArray[np.int64]:
-        """Return int64 (share,): this rank's positions, those past the end begun again from 0."""
-        first = self.first(step)
-        positions = np.arange(first, first + self.share(step))
+        """Return int64 (share,): this rank's positions.
+
+        Those past the end are begun again from 0; with streams, each from its own last one.
+        """
+        positions = self._unbounded(step)
         if positions[-1] >= self.samples:
+            if self.streams > 1:
+                late = np.maximum(positions - self.samples + self.streams, 0) // self.streams
+                positions -= late * self.streams
             positions %= self.samples
         return positions
 
     def repeats(self, step: int) -> int:
         """Return how many of this rank's samples of a step are there only to fill it."""
-        share = self.share(step)
-        return min(max(self.first(step) + share - self.samples, 0), share)
+        if self.start + (step + 1) * self.stride <= self.samples:
+            return 0
+        return int((self._unbounded(step) >= self.samples).sum())
+
+    def _unbounded(self, step: int) -> NDArray[np.int64]:
+        """Return this rank's positions as if the epoch had no end."""
+        share, first = self.share(step), self.start + step * self.stride
+        if self.nodes == 1 or self.streams == 1:
+            return np.arange(share) + (first + self.rank * share)
+        ranks = self.world_size // self.nodes
+        node, rank = divmod(self.rank, ranks)
+        mine = _streams_of(node, self.nodes, first, share * ranks, self.streams)
+        return mine[rank * share : (rank + 1) * share]
 
     def consumed(self, steps: int) -> int:
         """Return the positions consumed by all ranks once `steps` steps are done."""
@@ -316,6 +379,18 @@ class Steps:
         if self.tail == "pad":
             return -(-rest // self.world_size)
         return rest // self.world_size
+
+
+def _streams_of(node: int, nodes: int, first: int, count: int, streams: int) -> NDArray[np.int64]:
+    """Return a node's positions, int64 (count,) in order, of the nodes * count from `first` on."""
+    along = spread_out(streams)
+    after = (along - first) % streams  # where each comes first, counted from `first`
+    has = (nodes * count - after + streams - 1) // streams
+    before = np.cumsum(has) - has
+    low = np.clip(node * count - before, 0, has)  # which of each stream's positions are the node's
+    mine = np.clip((node + 1) * count - before, 0, has) - low
+    number = np.arange(count) - np.repeat(np.cumsum(mine) - mine - low, mine)
+    return np.sort(first + np.repeat(after, mine) + number * streams)
 
 
 class Samples(NamedTuple):
@@ -418,12 +493,15 @@ class _OrderSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Give the indices of this rank in the epoch; nothing is kept but a few thousand."""
-        count = len(self.data_source)
-        order = self._order(count)
+        order = self._order(len(self.data_source))
+        for positions in self._positions(len(self.data_source)):
+            yield from order(positions).tolist()
+
+    def _positions(self, count: int) -> Iterator[Indices]:
         positions = range(self.rank, self.world_size * len(self), self.world_size)
         for begin in range(0, len(positions), _AT_ONCE):
             some = positions[begin : begin + _AT_ONCE]
-            yield from order(np.arange(some.start, some.stop, some.step) % count).tolist()
+            yield np.arange(some.start, some.stop, some.step) % count
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of `epoch`; UsageError for a number below 0, or none."""
@@ -511,3 +589,67 @@ class BlockShuffleSampler(_OrderSampler):
 
     def _order(self, count: int) -> Order:
         return BlockShuffle(count, self.seed, self.epoch, block=self.block, window=self.window)
+
+
+class ShardShuffleSampler(_OrderSampler):
+    """Shards in random order on several streams, samples shuffled within a window of a stream.
+
+    The order of H5Loader(shuffle="shards"), for any DataLoader: ranks read shards of their own, a
+    few at a time. `set_epoch`, `rank` and `world_size` are those of ShuffleSampler, but each rank
+    gets the samples of its streams; all are made of one length by repeating some of the last.
+
+    >>> from torch.utils.data import ConcatDataset
+    >>> from h5feed import H5Dataset
+    >>> shards = ConcatDataset([H5Dataset("photos.h5"), H5Dataset("more.h5")])  # 12 images each
+    >>> sampler = ShardShuffleSampler(shards, streams=1, window=1, seed=1)
+    >>> first = list(sampler)[:12]  # one shard comes before the other
+    >>> sorted(first) in (list(range(12)), list(range(12, 24)))
+    True
+
+    Args:
+        data_source: an H5Dataset, or a Subset or ConcatDataset of such; each file is a shard.
+        streams: how many streams the shards are dealt to, which the ranks share out.
+        window: shards of a stream that are shuffled together.
+        seed: any int.
+        rank: of this process.
+        world_size: how many processes share an epoch.
+
+    Raises UsageError for an argument that is wrong.
+
+    """
+
+    def __init__(
+        self,
+        data_source: Dataset[Any],
+        *,
+        streams: int = 64,
+        window: int = _SHARDS,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        from h5feed.feed.as_dataloader import find_items  # which imports this module
+
+        packed, items = find_items(data_source)
+        super().__init__(cast(Sized, data_source), seed=seed, rank=rank, world_size=world_size)
+        check_whole(1, streams=streams, window=window)
+        self.streams = streams
+        self.window = window
+        shards = packed.files.shards
+        self._shards = shards if items is None else _part_of(shards, items)
+
+    def _positions(self, count: int) -> Iterator[Indices]:
+        steps = Steps(
+            samples=count,
+            batch_size=_AT_ONCE,
+            rank=self.rank,
+            world_size=self.world_size,
+            streams=self.streams,
+            nodes=self.world_size,
+        )
+        return map(steps.positions, range(len(steps)))
+
+    def _order(self, count: int) -> Order:
+        counts, items = self._shards
+        how = {"streams": self.streams, "window": self.window}
+        return ShardShuffle(counts, self.seed, self.epoch, **how, items=items)

@@ -66,6 +66,7 @@ class DaliLoader(PackedLoader):
         indices: the samples to take, as positions in `dataset`.
         block: as H5Loader's.
         window: as H5Loader's.
+        streams: as H5Loader's.
         lookahead: bytes announced to the kernel ahead of the batches in the making.
 
     Raises:
@@ -97,7 +98,8 @@ class DaliLoader(PackedLoader):
         sampler: Sampler[int] | None = None,
         indices: Sequence[int] | None = None,
         block: int | None = None,
-        window: int = 16,
+        window: int | None = None,
+        streams: int = 64,
         lookahead: int = 64 << 20,
     ) -> None:
         check_arguments(dataset, batch_size=batch_size, prefetch=prefetch, views=views)
@@ -121,6 +123,7 @@ class DaliLoader(PackedLoader):
             indices=indices,
             block=block,
             window=window,
+            streams=streams,
         )
         self.device = open_transfer(device).device
         self.num_workers = choose_workers(num_workers, self.device)
