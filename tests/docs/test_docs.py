@@ -86,3 +86,24 @@ def test_a_broken_block_is_found(prepared, tmp_path, monkeypatch):
         run_shell("rm -r images")
     with pytest.raises(AssertionError, match="nothing.h5"):
         run_shell("show-h5 nothing.h5")
+
+
+REFERENCE = {
+    "api/h5feed.md": "h5feed",
+    "api/augment.md": "h5feed.augment",
+    "api/train.md": "h5feed.train",
+}
+
+
+@pytest.mark.parametrize("page", REFERENCE)
+def test_every_public_name_stands_in_the_reference(page):
+    module = import_module(REFERENCE[page])
+    told = re.findall(r"^::: (\S+)$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    assert {f"{module.__name__}.{name}" for name in module.__all__} - set(told) <= {
+        "h5feed.augment"  # has a page of its own
+    }
+
+
+def test_every_page_can_be_found():
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in listed) == PAGES

@@ -33,7 +33,7 @@ class Params:
     """The parameters of a batch, or of a part of one (`params[a:b]`)."""
 
     views: tuple[tuple[Rows, ...], ...]
-    """views[v][s]: rows (B, columns) of stage s for view v."""
+    """`views[v][s]`: rows (B, columns) of stage s for view v."""
     mix: Floats | None
     """How the batch is mixed, float64 (6,), see mixing; None where it is not."""
     ragged: bool
