@@ -11,8 +11,7 @@ from packed import further_fields, random_images, write_packed
 from packing.folders import make_folder
 
 AUGMENT = [
-    "affine", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline", "places",
-    "tone",
+    "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline", "places", "tone", "warp",
 ]  # fmt: skip
 TRAIN = [module.name for module in pkgutil.iter_modules(h5feed.train.__path__)]
 FEED = ["dataloader", "dataset", "fields", "loader", "order", "sampling", "tune"]

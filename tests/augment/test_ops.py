@@ -163,7 +163,7 @@ def all_ops():
 
 
 def test_ops_are_frozen_dataclasses_with_values_to_compare():
-    assert len(all_ops()) == 25
+    assert len(all_ops()) == 27
     for op in all_ops():
         assert dataclasses.is_dataclass(op)
         assert op.__dataclass_params__.frozen

@@ -16,7 +16,9 @@ from h5feed.augment import (
     RandomAffine,
     RandomCrop,
     RandomHorizontalFlip,
+    RandomPerspective,
     RandomResizedCrop,
+    RandomRotation,
     RandomVerticalFlip,
     Resize,
     SanitizeBoundingBoxes,
@@ -34,6 +36,8 @@ LISTS = {
     "crop then pad": [CenterCrop(60), RandomCrop(80, padding=10)],
     "affine": [RandomAffine(30, translate=(0.2, 0.2), scale=(0.7, 1.3), shear=15), CenterCrop(90)],
     "affine of a crop": [RandomResizedCrop(70), RandomHorizontalFlip(), RandomAffine(20)],
+    "affine: rotation": [RandomRotation(40), RandomHorizontalFlip()],
+    "affine: perspective": [RandomPerspective(0.4, 0.8), CenterCrop(90)],
     "colors do nothing": [ColorJitter(0.4), RandomResizedCrop(64)],
 }
 

@@ -106,11 +106,12 @@ BOTH = {
     "affine": (
         lambda t: [
             t.RandomAffine(9, (0.1, 0.2), (0.9, 1), shear=3, interpolation=BILINEAR),
-            t.RandomRotation((-5, 9), fill=7),
+            t.RandomRotation((-5, 9), fill=7), t.RandomPerspective(0.3, 0.2, fill=8),
         ],
         [
             RandomAffine((-9, 9), (0.1, 0.2), (0.9, 1), (-3, 3), "bilinear"),
-            RandomAffine((-9, 5), fill=7, mask_fill=7),
+            augment.RandomRotation((-5, 9), fill=7, mask_fill=7),
+            augment.RandomPerspective(0.3, 0.2, fill=8, mask_fill=8),
         ],
     ),
 }  # fmt: skip
@@ -251,7 +252,7 @@ class Own(v2.CenterCrop):
         (lambda: [v2.Pad(2), v2.CenterCrop(3)], "augment: torchvision's Pad has a counterpart i"),
         (
             lambda: [v2.RandomRotation(9, expand=True)],
-            "augment: RandomRotation(expand=True) makes images of several sizes",
+            "RandomRotation: expand=True makes images of several sizes",
         ),
         (
             lambda: [v2.ToDtype({tv_tensors.Mask: torch.int64, "others": None})],

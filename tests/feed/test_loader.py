@@ -133,6 +133,8 @@ OPS = {
     "sharpness": (augment.RandomAdjustSharpness(2),),
     "bicubic": (augment.RandomResizedCrop(16, interpolation="bicubic"),),
     "affine": (augment.RandomAffine(30, (0.2, 0.2), (0.8, 1.2), 10, "bilinear"),),
+    "rotation": (augment.RandomRotation(30, "bilinear"),),
+    "perspective": (augment.RandomPerspective(0.3),),
     "jitter": (augment.ColorJitter(0.4, 0.4, 0.4, 0.1),),
     "gray": (augment.Grayscale(),),
     "random gray": (augment.RandomGrayscale(0.5),),

@@ -14,7 +14,6 @@ after a crop, ColorJitter(0.4, 0.4, 0.4, 0.1) comes up to 10 apart in single pix
 more than 2 apart, the mean stays below 0.5), as far as torchvision's own carries a difference of 1.
 """
 
-from h5feed.augment.affine import RandomAffine
 from h5feed.augment.color import ColorJitter, GaussianBlur, Grayscale, RandomGrayscale
 from h5feed.augment.erasing import RandomErasing
 from h5feed.augment.floats import Normalize, ToDtype
@@ -41,6 +40,7 @@ from h5feed.augment.tone import (
     RandomSolarize,
 )
 from h5feed.augment.translate import from_torchvision
+from h5feed.augment.warp import RandomAffine, RandomPerspective, RandomRotation
 
 __all__ = [
     "AlternatingFlip",
@@ -68,8 +68,10 @@ __all__ = [
     "RandomGrayscale",
     "RandomHorizontalFlip",
     "RandomInvert",
+    "RandomPerspective",
     "RandomPosterize",
     "RandomResizedCrop",
+    "RandomRotation",
     "RandomSolarize",
     "RandomVerticalFlip",
     "Resize",

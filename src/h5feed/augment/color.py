@@ -32,6 +32,12 @@ __all__ = [
     "GaussianBlur",
     "Grayscale",
     "RandomGrayscale",
+    "adjust_brightness",
+    "adjust_brightness_batch",
+    "adjust_contrast",
+    "adjust_contrast_batch",
+    "adjust_saturation",
+    "adjust_saturation_batch",
     "shift_hue",
     "shift_hue_batch",
     "to_gray",
@@ -111,7 +117,7 @@ class ColorJitter(ImageOp):
                 gray = to_gray_batch(images)
                 mean = gray.mean(dim=(2, 3), keepdim=True)
                 base = torch.where(change == 2, gray, torch.where(change == 1, mean, 0.0))
-                images = (images * factor + base * (1 - factor)).clamp(0, 255).floor()
+                images = _blend_batch(images, factor, base)
             if self.hue is not None:
                 turned = shift_hue_batch(before, factor)
                 images = torch.where(change == 3, turned, images)
@@ -321,21 +327,45 @@ def _blend(image: Image, factor: float, base: float) -> None:
     cv2.LUT(image, levels.clip(0, 255).astype(np.uint8), image)
 
 
-def _brightness(image: Image, factor: float) -> None:
+def _blend_batch(
+    images: torch.Tensor, factor: torch.Tensor, base: torch.Tensor | float
+) -> torch.Tensor:
+    return (images * factor + base * (1 - factor)).clamp(0, 255).floor()
+
+
+def adjust_brightness(image: Image, factor: float) -> None:
+    """Multiply the levels of uint8 (H, W, 3) in place."""
     _blend(image, factor, 0.0)
 
 
-def _contrast(image: Image, factor: float) -> None:
+def adjust_brightness_batch(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return float32 (B, 3, H, W) of whole numbers 0..255, levels multiplied by (B, 1, 1, 1)."""
+    return _blend_batch(images, factor, 0.0)
+
+
+def adjust_contrast(image: Image, factor: float) -> None:
+    """Move uint8 (H, W, 3) away from its mean gray, in place."""
     _blend(image, factor, cv2.mean(to_gray(image))[0])
 
 
-def _saturation(image: Image, factor: float) -> None:
+def adjust_contrast_batch(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return float32 (B, 3, H, W) of whole numbers 0..255, moved away from their mean grays."""
+    return _blend_batch(images, factor, to_gray_batch(images).mean(dim=(2, 3), keepdim=True))
+
+
+def adjust_saturation(image: Image, factor: float) -> None:
+    """Move uint8 (H, W, 3) away from its grays, in place."""
     gray = cv2.cvtColor(to_gray(image), cv2.COLOR_GRAY2RGB)
     # addWeighted rounds to the nearest, torchvision down
     cv2.addWeighted(image, factor, gray, 1 - factor, -0.4999, image)
 
 
-_CHANGES: Final = (_brightness, _contrast, _saturation, shift_hue)
+def adjust_saturation_batch(images: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return float32 (B, 3, H, W) of whole numbers 0..255, moved away from their grays."""
+    return _blend_batch(images, factor, to_gray_batch(images))
+
+
+_CHANGES: Final = (adjust_brightness, adjust_contrast, adjust_saturation, shift_hue)
 
 
 def _band(rows: torch.Tensor, size: int, taps: int) -> torch.Tensor:

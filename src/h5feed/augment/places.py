@@ -64,7 +64,7 @@ class Moves:
     """What one step does to positions in M images, measured from the corner of the image."""
 
     matrix: Floats
-    """(M, 2, 3) from (x, y, 1) to (x, y)."""
+    """(M, 2, 3) from (x, y, 1) to (x, y); or (M, 3, 3), whose third row both are divided by."""
     low: Floats
     """(M, 2): x and y where the image's content begins; what lies before is gone."""
     high: Floats
@@ -77,7 +77,10 @@ class Moves:
     def points(self, points: Floats) -> Floats:
         """Return (M, P, 2) positions moved."""
         turned = np.einsum("mij,mpj->mpi", self.matrix[:, :, :2], points)
-        return np.asarray(turned + self.matrix[:, None, :, 2])
+        turned = np.asarray(turned + self.matrix[:, None, :, 2])
+        if self.matrix.shape[1] == 2:
+            return turned
+        return np.asarray(turned[..., :2] / np.maximum(turned[..., 2:], 1e-6))  # up to the horizon
 
 
 def crop_moves(rows: Ints) -> Moves:
@@ -100,13 +103,17 @@ def crop_moves(rows: Ints) -> Moves:
     return Moves(matrix=matrix, low=low, high=high, size=size, mirrored=mirror_x ^ mirror_y)
 
 
-def warp_moves(inverse: Floats, size: Floats) -> Moves:
-    """Return what warps do: (M, 2, 3) maps from output to input pixel centres, of images `size`."""
-    turn = np.linalg.inv(inverse[:, :, :2])
-    shift = inverse[:, :, 2:] + 0.5 - inverse[:, :, :2] @ np.full((2, 1), 0.5)
-    matrix = np.concatenate([turn, -turn @ shift], axis=2)
-    mirrored = np.linalg.det(turn) < 0
-    nothing = np.zeros_like(size)
+def warp_moves(rows: Rows, size: Floats) -> Moves:
+    """Return what warps do: rows (M, 6) or (M, 9), see warp.WarpOp, of images `size` (M, 2)."""
+    maps = np.zeros((len(rows), 3, 3))
+    maps[:, 2, 2] = 1
+    maps.reshape(-1, 9)[:, : rows.shape[1]] = rows
+    corner = np.eye(3)
+    corner[:2, 2] = 0.5  # from pixel centres to positions measured from the corner
+    matrix = corner @ np.linalg.inv(maps) @ np.linalg.inv(corner)
+    mirrored, nothing = np.linalg.det(matrix) < 0, np.zeros_like(size)
+    if rows.shape[1] == 6:
+        matrix = matrix[:, :2]
     return Moves(matrix=matrix, low=nothing, high=size, size=size, mirrored=mirrored)
 
 

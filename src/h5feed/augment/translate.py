@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from h5feed.augment.affine import RandomAffine
 from h5feed.augment.color import ColorJitter, GaussianBlur, Grayscale, RandomGrayscale
 from h5feed.augment.erasing import RandomErasing
 from h5feed.augment.floats import Normalize, ToDtype
@@ -30,6 +29,7 @@ from h5feed.augment.tone import (
     RandomPosterize,
     RandomSolarize,
 )
+from h5feed.augment.warp import RandomAffine, RandomPerspective, RandomRotation
 from h5feed.errors import UsageError
 
 __all__ = ["from_torchvision"]
@@ -233,13 +233,17 @@ def _affine(t: Any) -> Iterator[Op]:
 
 
 def _rotation(t: Any) -> Iterator[Op]:
-    if t.expand:
-        raise UsageError(
-            "augment: RandomRotation(expand=True) makes images of several sizes, which "
-            "RandomAffine does not: leave expand out"
-        )
-    low, high = t.degrees  # counted the other way round than RandomAffine's
-    yield RandomAffine((-high, -low), interpolation=t.interpolation, center=t.center, **_fills(t))
+    yield RandomRotation(
+        _listed(t.degrees),
+        interpolation=t.interpolation,
+        expand=t.expand,
+        center=t.center,
+        **_fills(t),
+    )
+
+
+def _perspective(t: Any) -> Iterator[Op]:
+    yield RandomPerspective(t.distortion_scale, t.p, interpolation=t.interpolation, **_fills(t))
 
 
 def _jitter(t: Any) -> Iterator[Op]:
@@ -313,6 +317,7 @@ _MADE: dict[str, Callable[[Any], Iterator[Any]]] = {
     "RandomVerticalFlip": lambda t: iter([RandomVerticalFlip(t.p)]),
     "RandomAffine": _affine,
     "RandomRotation": _rotation,
+    "RandomPerspective": _perspective,
     "ColorJitter": _jitter,
     "Grayscale": lambda t: iter([Grayscale(t.num_output_channels)]),
     "RandomGrayscale": lambda t: iter([RandomGrayscale(t.p)]),
