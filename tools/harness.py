@@ -111,11 +111,14 @@ def _together(rates: Sequence[float], cpu: Sequence[float]) -> tuple[float, floa
     return statistics.harmonic_mean(rates), statistics.mean(cpu)
 
 
-def version_of(python: str, package: str) -> str:
-    """Return the version of a package that another interpreter has."""
+def version_of(python: str, package: str) -> str | None:
+    """Return the version of a package that another interpreter has; None where it has none."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    return done.stdout.strip()
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
 
 
 def run_code(code: str, *arguments: Any) -> Any:

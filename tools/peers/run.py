@@ -1,6 +1,6 @@
 """Measure every rival on the same images, the same crops, the same clock.
 
-    python tools/peers/install.py
+    python tools/peers/rivals.py
     python tools/peers/run.py IMAGES --json peers.json --plot peers.png
 
 IMAGES has a folder per class. With --times K every image is copied K times first, so that an
@@ -17,7 +17,8 @@ status 1 until it is explained; see results.py.
 from __future__ import annotations
 
 import argparse
-import subprocess
+import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -28,15 +29,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "adapters"))
 
-from _common import labeled_files
-from conversions import convert, prepare_source
+from _common import SIZE, labeled_files
+from PIL import Image
 from results import VARIANTS, load, save, save_plot, setting, unexplained
 from rivals import CEILINGS, RIVALS, Rival
 
 from h5feed.bench import rounds, system
 from h5feed.bench.measure import Expectation
-from h5feed.bench.process import SubjectError
+from h5feed.bench.process import Remote, SubjectError
 from h5feed.bench.report import Comparison, as_dict, as_text, from_dict
+from harness import copies, version_of
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,14 +75,48 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def version_of(rival: Rival, peers: Path) -> str | None:
+def version(rival: Rival, peers: Path) -> str | None:
     """Return the rival's version, or None where its environment lacks it."""
-    code = f"from importlib.metadata import version; print(version({rival.distribution!r}))"
-    try:
-        done = subprocess.run([rival.python(peers), "-c", code], capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
+    return version_of(str(rival.python(peers)), rival.distribution)
+
+
+def source_pixels(source: Path) -> float:
+    """Return the mean number of pixels of a source image."""
+    total = 0
+    files = labeled_files(source)
+    for path, _ in files:
+        with Image.open(path) as image:
+            total += image.width * image.height
+    return total / len(files)
+
+
+def convert(
+    rival: Rival, variant: str, source: Path, *, work: Path, peers: Path, workers: int
+) -> dict[str, Any]:
+    """Convert with the rival's own means; return what an earlier run did where there is one.
+
+    Returns: data (path), files (all that it reads), seconds, bytes (of these files), pixels (mean
+    of a stored image). Raises SubjectError where the adapter fails.
+    """
+    out = work / "converted" / source.name / Path(rival.adapter).stem / variant
+    note = out / "converted.json"
+    if note.exists():
+        return dict(json.loads(note.read_text()))
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "data").mkdir(parents=True)
+    params = {
+        "source": str(source.resolve()),
+        "out": str((out / "data").resolve()),
+        "variant": variant,
+        "workers": workers,
+    }
+    with Remote(rival.command(peers)) as remote:
+        told = dict(remote.ask({"do": "convert", "params": params}, timeout=3600))
+    told.setdefault("files", [told["data"]])
+    told["bytes"] = sum(file.stat().st_size for file in system.files_below(told["files"]))
+    told.setdefault("pixels", source_pixels(source) if variant == "original" else SIZE * SIZE)
+    note.write_text(json.dumps(told))
+    return told
 
 
 def convert_all(
@@ -94,8 +130,8 @@ def convert_all(
         if variant not in rival.variants:
             left_out.append(f"{rival.name}: has no {VARIANTS[variant]}")
             continue
-        if version_of(rival, options.peers) is None:
-            left_out.append(f"{rival.name}: not installed in {options.peers} (install.py says why)")
+        if version(rival, options.peers) is None:
+            left_out.append(f"{rival.name}: not installed in {options.peers} (rivals.py says why)")
             continue
         tell(f"{VARIANTS[variant]}: converting for {rival.name}")
         try:
@@ -174,7 +210,7 @@ def measure(
     schedule = _schedule(variant, workers, options)
     outcomes = rounds.run(entries(variant, workers, converted, labels, options), schedule, tell)
     facts = system.machine_facts(options.work)
-    versions = {rival.name: version_of(rival, options.peers) for rival in RIVALS}
+    versions = {rival.name: version(rival, options.peers) for rival in RIVALS}
     made = Comparison(
         title=f"{VARIANTS[variant]}, {workers} worker{'s' * (workers > 1)}: random crop to "
         f"{options.crop}² and flip, uint8 batches of {options.batch_size}",
@@ -184,7 +220,7 @@ def measure(
         machine=system.describe_machine(facts),
         facts={
             "machine": facts,
-            "versions": {name: version for name, version in versions.items() if version},
+            "versions": {name: found for name, found in versions.items() if found},
             "schedule": asdict(schedule),
             "times": options.times,
             "conversions": {
@@ -233,7 +269,10 @@ def convert_only(source: Path, options: argparse.Namespace) -> None:
 def main() -> int:
     """Convert, measure, save, draw."""
     options = read_options()
-    source = prepare_source(options.images, options.times, options.work)
+    source = options.images
+    if options.times > 1:
+        repeated = options.work / "sources" / f"{source.name}-x{options.times}"
+        source = copies(source, repeated, options.times)
     if options.convert_only:
         convert_only(source, options)
         return 0

@@ -1,4 +1,8 @@
-"""h5feed: a packed file read by H5Loader, crops made by CPU threads; in h5feed's own Python."""
+"""h5feed itself: pack, then H5Loader; and the ceilings over the same file.
+
+A ceiling is no rival: the packed file, cropped by cv2 in a thread pool, and nothing else. A JPEG is
+decoded whole, or, by the region-decode loop, only as far as its crop needs, as H5Loader does.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,8 @@ def convert(params: Mapping[str, Any]) -> dict[str, Any]:
     import h5feed
 
     out, variant = Path(params["out"]) / "data.h5", params["variant"]
-    if variant == "original":
-        h5feed.pack(params["source"], out, store="original", num_workers=params["workers"])
-    else:
-        h5feed.pack(
-            params["source"],
-            out,
-            store=variant,
-            size=str(SIZE),
-            quality=QUALITY,
-            num_workers=params["workers"],
-        )
+    how = {} if variant == "original" else {"size": str(SIZE), "quality": QUALITY}
+    h5feed.pack(params["source"], out, store=variant, num_workers=params["workers"], **how)
     return {"data": str(out)}
 
 
@@ -52,5 +47,15 @@ class Adapter(TorchLoader):
         self.loader.close()
 
 
+def make(params: Mapping[str, Any]) -> Any:
+    """Return the loader, or the bare loop that `params` name."""
+    if not params["name"].endswith("loop"):
+        return Adapter(params)
+    from h5feed.bench.ceilings import CropLoop, RegionDecodeLoop
+
+    kind = RegionDecodeLoop if params["name"] == "region-decode loop" else CropLoop
+    return kind({**params, "file": params["data"]})
+
+
 if __name__ == "__main__":
-    serve(Adapter, convert)
+    serve(make, convert)

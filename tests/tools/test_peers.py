@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from images import jpeg_bytes, smooth
+
 PEERS = Path(__file__).parents[2] / "tools/peers"
 
 
@@ -34,38 +36,36 @@ def test_every_adapter_belongs_to_a_rival_and_every_rival_has_one():
 
 
 def test_every_environment_can_be_installed():
-    from install import REQUIREMENTS
-    from rivals import RIVALS
+    from rivals import ENVIRONMENTS, RIVALS
 
-    used = {rival.environment for rival in RIVALS} - {None}
-    assert used == set(REQUIREMENTS)
-    for name in used:
-        distributions = {r.distribution for r in RIVALS if r.environment == name}
-        listed = " ".join(REQUIREMENTS[name])
-        assert all(distribution in listed for distribution in distributions)
+    for rival in RIVALS:
+        if rival.environment is not None:  # one environment has one list of packages
+            assert rival.packages == ENVIRONMENTS[rival.environment]
+            assert rival.distribution in " ".join(rival.packages)
 
 
 @pytest.mark.parametrize("path", adapters(), ids=lambda path: path.stem)
 def test_adapters_of_rivals_say_where_their_setup_is_recommended(path):
     said = ast.get_docstring(ast.parse(path.read_text()))
-    if path.name not in ("h5feed_loader.py", "bare_loop.py"):
+    if path.name != "h5feed_loader.py":
         assert "https://" in said
 
 
 def test_install_names_an_unknown_rival():
     import subprocess
 
-    command = [sys.executable, str(PEERS / "install.py"), "nobody"]
+    command = [sys.executable, str(PEERS / "rivals.py"), "nobody"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "no such rival: nobody; known: torchvision, ffcv" in done.stderr
 
 
 def test_install_reports_what_cannot_be_installed(tmp_path, monkeypatch):
-    import install
+    import rivals
 
-    monkeypatch.setitem(install.REQUIREMENTS, "ffcv", ("no/such requirement",))
-    why = install.install("ffcv", tmp_path)
+    monkeypatch.setattr(rivals.venv, "create", lambda *_, **__: None)  # it takes seconds
+    monkeypatch.setattr(rivals, "_python", lambda *_: sys.executable)
+    why = rivals.install("ffcv", ("no/such requirement",), tmp_path)
     assert why.startswith("pip install no/such requirement:")
     assert "ERROR" in why
 
@@ -247,13 +247,34 @@ def test_plot_shows_failures_too(tmp_path):
 
 
 def test_source_is_copied_so_that_an_epoch_lasts(tmp_path):
-    from conversions import prepare_source
+    from harness import copies
 
     (tmp_path / "images/cat").mkdir(parents=True)
     (tmp_path / "images/cat/a.jpg").write_bytes(b"x")
-    assert prepare_source(tmp_path / "images", 1, tmp_path) == tmp_path / "images"
-    out = prepare_source(tmp_path / "images", 3, tmp_path / "work")
+    out = copies(tmp_path / "images", tmp_path / "work/images-x3", 3)
     assert sorted(p.name for p in out.rglob("*.jpg")) == ["a-0.jpg", "a-1.jpg", "a-2.jpg"]
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+
+
+@pytest.mark.parametrize("variant", ["raw", "jpeg", "original"])
+def test_ours_and_the_ceilings_read_one_packed_file(tmp_path, variant):
+    from _common import labeled_files
+    from h5feed_loader import convert, make
+    from rivals import CEILINGS
+
+    for number in range(12):
+        path = tmp_path / f"images/{number % 2}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg_bytes(smooth(40, 50, seed=number)))
+    source = str(tmp_path / "images")
+    told = convert({"source": source, "out": str(tmp_path), "variant": variant, "workers": 0})
+    names = ["h5feed", *(one.name for one in CEILINGS if variant in one.variants)]
+    for name in names:
+        settings = {"name": name, "workers": 1, "batch_size": 4, "crop": 16}
+        subject = make({**settings, "data": told["data"], "variant": variant})
+        count = sum(len(images) for images, _ in subject.epoch())
+        assert count == len(labeled_files(source)) == 12
+        subject.close()
 
 
 def test_the_spdl_filter_has_a_crop_a_size_and_sometimes_a_flip():
@@ -295,8 +316,8 @@ def torch_batches():
     return loader
 
 
-# bare_loop.py and spdl_loader.py make each epoch's iterator themselves, from a list that ends.
-_HANDED_ON = [path for path in adapters() if path.stem not in ("bare_loop", "spdl_loader")]
+# spdl_loader.py makes each epoch's iterator itself, from a list that ends.
+_HANDED_ON = [path for path in adapters() if path.stem != "spdl_loader"]
 
 
 @pytest.mark.parametrize("path", _HANDED_ON, ids=lambda path: path.stem)
