@@ -26,6 +26,7 @@ MODULES = [
     "h5feed.packing.fields",
     "h5feed.packing.options",
     "h5feed.packing.run",
+    "h5feed.packing.summary",
     "h5feed.progress",
     "h5feed.store.check",
     "h5feed.store.fields",

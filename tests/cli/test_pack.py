@@ -7,7 +7,7 @@ import pytest
 from cli.terminal import AtTerminal
 from h5feed.cli import pack as pack_command
 from h5feed.cli.pack import main
-from h5feed.packing import pack, run
+from h5feed.packing import pack, workers
 from packing.folders import make_folder, names, sha256
 
 
@@ -78,7 +78,7 @@ def test_ctrl_c_is_one_line_and_status_130(folder, out, capsys, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "pack_here", interrupt)
+    monkeypatch.setattr(workers, "pack_here", interrupt)
     assert pack_h5(folder, out, "--workers", 0) == 130
     assert capsys.readouterr().err == "pack-h5: interrupted; nothing was kept\n"
 

@@ -18,8 +18,8 @@ from h5feed.packing.decode import decode_rgb
 from h5feed.packing.options import field_specs
 from h5feed.packing.output import OutputPaths
 from h5feed.packing.resize import fit_image
-from h5feed.packing.run import describe_fit
 from h5feed.packing.sources import open_source
+from h5feed.packing.summary import describe_fit
 from h5feed.store.check import check_file
 from h5feed.store.read import read_index
 from packed import image_spec

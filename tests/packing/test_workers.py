@@ -15,7 +15,7 @@ import torch
 from PIL import ImageFile
 
 from h5feed.errors import PackError
-from h5feed.packing import encode, journal, pack, run, workers
+from h5feed.packing import encode, journal, pack, workers
 from h5feed.packing.workers import pack_here
 from packing.folders import names, sha256
 
@@ -94,13 +94,13 @@ def test_a_disk_that_is_full_when_it_is_synced(folder, out, monkeypatch):
 def test_workers_are_as_many_as_cores_and_memory_allow(folder, out, monkeypatch, memory, started):
     counts = []
 
-    def in_processes(job, target, ledger, tick, workers):
-        counts.append(workers)
-        pack_here(job, target, ledger, tick)
+    def in_processes(job, outputs, results, tick, count):
+        counts.append(count)
+        pack_here(job, outputs, results, tick)
 
-    monkeypatch.setattr(run, "available_cores", lambda: 3)
-    monkeypatch.setattr(run, "available_memory", lambda: memory)
-    monkeypatch.setattr(run, "pack_in_processes", in_processes)
+    monkeypatch.setattr(workers, "available_cores", lambda: 3)
+    monkeypatch.setattr(workers, "available_memory", lambda: memory)
+    monkeypatch.setattr(workers, "pack_in_processes", in_processes)
     pack(folder, out, size=SIZE)
     pack(folder, out, size=SIZE, num_workers=5, overwrite=True)
     assert counts == [started, 5]

@@ -180,10 +180,8 @@ class PayloadFiles:
         self._files = [(open_file(path), path) for path in paths.payloads(specs)]
         self._heads = paths.heads(specs)
 
-    def __enter__(self) -> "PayloadFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close them."""
         for handle, _path in self._files:
             os.close(handle)
 

@@ -1,16 +1,13 @@
 """One run of packing: from a folder or a dataset to one finished file, and what it says of it."""
 
-import json
 import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
-
-import numpy as np
 
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
@@ -30,71 +27,12 @@ from h5feed.packing.output import (
 )
 from h5feed.packing.resize import stored_size
 from h5feed.packing.sources import DatasetSource, FolderSource, open_source
-from h5feed.packing.workers import pack_here, pack_in_processes
+from h5feed.packing.summary import PackSummary, describe_fit, label_numbers
+from h5feed.packing.workers import Outputs, pack_images
 from h5feed.progress import Progress
-from h5feed.store.layout import Encoding, FieldSpec, Fit
-from h5feed.system import available_cores, available_memory
-from h5feed.text import counted, counted_labels, in_bytes
+from h5feed.store.layout import Encoding, Fit
 
 __all__ = ["PackSummary", "pack", "pack_with"]
-
-_WORKER_BYTES = 256 << 20
-"""What a worker takes with photos of 12 megapixels: see `max_pixels` for the most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackSummary:
-    """What was packed; `str()` of it is what `pack-h5` prints.
-
-    >>> summary = pack("images", "summary.h5", size=64, num_workers=0)
-    >>> summary.items, summary.classes, summary.skipped
-    (24, 2, ())
-    >>> print(str(summary).splitlines()[0])
-    summary.h5: 24 images, 2 classes, ... kB from ... kB of files
-    """
-
-    out: str
-    items: int
-    """Images in the file."""
-    classes: int
-    targets: tuple[str, ...]
-    """The names of the numbers to predict; their places where they have no names."""
-    resumed: int
-    """Images that an earlier, interrupted run had looked at already."""
-    bytes_in: int
-    """Bytes of the packed images' files; 0 where the source was a dataset."""
-    bytes_out: int
-    """Bytes of the packed file."""
-    seconds: float
-    images_per_second: float
-    """Over the images of this run."""
-    skipped: tuple[tuple[str, str], ...]
-    """(key, reason) of each image that was skipped."""
-    skipped_by_reason: dict[str, int]
-    fit: str
-    """What --fit did, in words."""
-
-    def to_json(self) -> str:
-        """Return the summary as one JSON object."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(fields)
-
-    def __str__(self) -> str:
-        size = f"{in_bytes(self.bytes_out)}"
-        if self.bytes_in:
-            size += f" from {in_bytes(self.bytes_in)} of files"
-        lines = [
-            f"{self.out}: {counted(self.items, 'image')}, "
-            + f"{counted_labels(self.classes, self.targets)}, {size}",
-            f"{self.seconds:.1f} s"
-            + (f", {self.images_per_second:,.0f} img/s" if self.images_per_second else "")
-            + (f" ({self.resumed:,} were done before)" if self.resumed else ""),
-            self.fit,
-        ]
-        if self.skipped:
-            lines.append(f"{counted(len(self.skipped), 'image')} skipped:")
-            lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]
-        return "\n".join(lines)
 
 
 def pack(
@@ -144,6 +82,7 @@ def pack(
 
     A dataset, here a list of gray squares and their classes:
 
+    >>> import numpy as np
     >>> squares = [(np.full((32, 32, 3), gray, np.uint8), gray % 2) for gray in range(10)]
     >>> pack(squares, "squares.h5", size=32, store="yuv420").items
     10
@@ -345,27 +284,13 @@ def _fill(paths: OutputPaths, results: Results, journal: Journal, progress: bool
             writer.poll()
 
         try:
-            count = _worker_count(results)
-            if count:
-                pack_in_processes(job, paths, results, tick, count)
-            else:
-                pack_here(job, paths, results, tick)
+            outputs = Outputs([paths], [results.total])
+            pack_images(job, outputs, results, tick)
             writer.finish()
         except BaseException:
             with suppress(OSError):  # what is said is the first error
                 writer.finish()
             raise
-
-
-def _worker_count(results: Results) -> int:
-    wanted = results.job.options.num_workers
-    if isinstance(results.job.source, DatasetSource):
-        return 0
-    if wanted is None:
-        wanted = available_cores()
-        if (memory := available_memory()) is not None:
-            wanted = max(1, min(wanted, memory // _WORKER_BYTES))
-    return min(wanted, results.total - results.stop)
 
 
 def _is_kept(results: Results, journal: Journal) -> bool:
@@ -410,7 +335,7 @@ def _summarize(paths: OutputPaths, results: Results, *, resumed: int, began: flo
         out=str(paths.given),
         items=results.count,
         classes=len(job.source.classes),
-        targets=job.source.targets or _numbered(job.source),
+        targets=job.source.targets or label_numbers(job.source.classes, job.source.labels),
         resumed=resumed,
         bytes_in=results.source_bytes,
         bytes_out=paths.out.stat().st_size,
@@ -419,34 +344,4 @@ def _summarize(paths: OutputPaths, results: Results, *, resumed: int, began: flo
         skipped=tuple((job.name(skip.item), str(skip)) for skip in results.skips),
         skipped_by_reason=results.skipped_by_reason(),
         fit=describe_fit(job.specs, results.rows["source_shape"]),
-    )
-
-
-def _numbered(source: FolderSource | DatasetSource) -> tuple[str, ...]:
-    """Return the numbers of targets that have no names."""
-    if source.labels is None or source.labels.ndim == 1 or source.classes:
-        return ()
-    return tuple(map(str, range(source.labels.shape[1])))
-
-
-def describe_fit(specs: Sequence[FieldSpec], source_shapes: np.ndarray[Any, Any]) -> str:
-    """Say what became of the images' sizes; `source_shapes` is (N, 2), height and width."""
-    images = specs[0]
-    height, width = (int(side) for side in np.median(source_shapes, axis=0))
-    if images.encoding == "original":
-        return f"original: the JPEG files' own bytes, median {width}x{height}"
-    begin = f"{images.fit}: {width}x{height} (median sides) → "
-    if images.fit == "keep":
-        return begin + f"short side {images.height}, proportions kept"
-    begin += f"{images.width}x{images.height}"
-    if images.fit != "stretch":
-        return begin + {"crop": ", centre cut out", "pad": ", letterboxed"}[images.fit]
-    ratios = source_shapes[:, 1] * images.height / (source_shapes[:, 0] * images.width)
-    changed = np.count_nonzero(~np.isclose(ratios, 1))
-    if not changed:
-        return begin
-    whose = "" if changed == len(ratios) else f" of {changed:,} of {len(ratios):,} images"
-    return (
-        f"{begin}: proportions{whose} change; H5Loader undoes that in its crops. Other code: "
-        'H5Dataset(..., aspect="source"), or pack with --fit keep'
     )

@@ -12,24 +12,30 @@ import multiprocessing.sharedctypes  # here: a worker's start must not depend on
 import os
 import signal
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cv2
 
 from h5feed.errors import H5FeedError, PackError
 from h5feed.packing.decode import whole_images_only
 from h5feed.packing.encode import BlockResult, Job, Payload, encode_block
-from h5feed.packing.output import OutputPaths, PayloadFiles, Results
+from h5feed.packing.output import OutputPaths, PayloadFiles
 from h5feed.packing.sources import DatasetSource
 from h5feed.store.layout import FieldSpec
-from h5feed.system import die_with, exit_reason
+from h5feed.system import available_cores, available_memory, die_with, exit_reason
 
-__all__ = ["pack_here", "pack_in_processes"]
+__all__ = ["Outputs", "Taker", "pack_here", "pack_images", "pack_in_processes"]
+
+_WORKER_BYTES = 256 << 20
+"""What a worker takes with photos of 12 megapixels: see `max_pixels` for the most."""
+_OPEN_SHARDS = 4
 
 _HELD_BYTES = 64 << 20
 _BLOCK_BYTES = 4 << 20
@@ -63,7 +69,36 @@ class Written(NamedTuple):
     start: int
 
 
-def pack_here(job: Job, paths: OutputPaths, results: Results, tick: Tick) -> None:
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The files that a job's images go to: one, or a shard for each stretch of them."""
+
+    paths: Sequence[OutputPaths]
+    stops: Sequence[int]
+    """Behind the last image of each, ascending; the last is the number of all images."""
+
+    def of(self, image: int) -> int:
+        """Return the number of the file that this image goes to."""
+        return bisect_right(self.stops, image)
+
+
+class Taker(Protocol):
+    """Takes blocks in order of `start`, and says where each is written: `Results`, or a set's."""
+
+    stop: int
+    total: int
+
+    @property
+    def skips_left(self) -> int:
+        """How many images of a block may be skipped before the run has to stop."""
+        ...
+
+    def accept(self, block: BlockResult) -> tuple[int, ...]:
+        """Add the next block; return where its payloads begin, a position for each file."""
+        ...
+
+
+def pack_here(job: Job, outputs: Outputs, results: Taker, tick: Tick) -> None:
     """Pack all that `results` lacks in this process; `tick` gets each written block's result."""
     import torch
 
@@ -71,32 +106,79 @@ def pack_here(job: Job, paths: OutputPaths, results: Results, tick: Tick) -> Non
     torch.set_num_threads(1)  # an image is too small to share, and the bytes must not depend on it
     try:
         strict = nullcontext() if isinstance(job.source, DatasetSource) else whole_images_only()
-        with PayloadFiles(paths, job.specs) as files, strict:
-            for start, stop in cut_blocks(results.stop, results.total, 1, job.specs[0]):
+        with _OpenFiles(outputs, job.specs) as files, strict:
+            for start, stop in cut_blocks(results.stop, outputs.stops, 1, job.specs[0]):
                 result, payloads = encode_block(job, start, stop, results.skips_left)
-                files.write(results.accept(result), payloads)
+                files.write(start, results.accept(result), payloads)
                 tick([result])
     finally:
         torch.set_num_threads(threads)
 
 
-def pack_in_processes(
-    job: Job, paths: OutputPaths, results: Results, tick: Tick, count: int
-) -> None:
+def pack_in_processes(job: Job, outputs: Outputs, results: Taker, tick: Tick, count: int) -> None:
     """Pack all that `results` lacks in `count` processes.
 
     `tick` gets the results of written blocks in source order, and is called twice a second at
     least. Raises PackError when a worker dies, and what a worker raised.
     """
-    with _team(job, paths, count) as team:
-        _Coordinator(job, results, team).run(tick)
+    with _team(job, outputs, count) as team:
+        _Coordinator(job, outputs, results, team).run(tick)
+
+
+def pack_images(job: Job, outputs: Outputs, results: Taker, tick: Tick) -> None:
+    """Pack all that `results` lacks, in as many processes as the options or the machine say.
+
+    `tick` gets the results of written blocks in source order.
+    """
+    count = _worker_count(job, results.total - results.stop)
+    if count:
+        pack_in_processes(job, outputs, results, tick, count)
+    else:
+        pack_here(job, outputs, results, tick)
+
+
+def _worker_count(job: Job, images: int) -> int:
+    wanted = job.options.num_workers
+    if isinstance(job.source, DatasetSource):
+        return 0
+    if wanted is None:
+        wanted = available_cores()
+        if (memory := available_memory()) is not None:
+            wanted = max(1, min(wanted, memory // _WORKER_BYTES))
+    return min(wanted, images)
+
+
+class _OpenFiles:
+    """The payload files of outputs, opened when something is written; the last few stay open."""
+
+    def __init__(self, outputs: Outputs, specs: Sequence[FieldSpec]) -> None:
+        self._outputs, self._specs = outputs, specs
+        self._open: dict[int, PayloadFiles] = {}
+
+    def __enter__(self) -> "_OpenFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for files in self._open.values():
+            files.close()
+
+    def write(
+        self, start: int, positions: Sequence[int], payloads: Sequence[Sequence[Payload]]
+    ) -> None:
+        """Write the payloads of the block that begins with image `start`."""
+        number = self._outputs.of(start)
+        if number not in self._open:
+            if len(self._open) == _OPEN_SHARDS:
+                self._open.pop(min(self._open)).close()
+            self._open[number] = PayloadFiles(self._outputs.paths[number], self._specs)
+        self._open[number].write(positions, payloads)
 
 
 class _Worker:
     """The coordinator's view of one worker process."""
 
     def __init__(
-        self, context: BaseContext, job: Job, paths: OutputPaths, elders: Sequence["_Worker"]
+        self, context: BaseContext, job: Job, outputs: Outputs, elders: Sequence["_Worker"]
     ) -> None:
         self.conn, theirs = context.Pipe()
         # A forked child inherits the coordinator's ends of all pipes and must close them, or it
@@ -107,7 +189,7 @@ class _Worker:
         """Blocks given out and not yet reported."""
         self.process = context.Process(  # type: ignore[attr-defined]
             target=_serve,
-            args=(job, paths, theirs, leave, self.current, os.getpid()),
+            args=(job, outputs, theirs, leave, self.current, os.getpid()),
             daemon=True,
         )
         self.process.start()
@@ -120,11 +202,13 @@ class _Worker:
         self.conn.close()
 
 
-def cut_blocks(start: int, stop: int, workers: int, spec: FieldSpec) -> Iterator[tuple[int, int]]:
+def cut_blocks(
+    start: int, stops: Sequence[int], workers: int, spec: FieldSpec
+) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of consecutive blocks: about 4 MB of pixels, smaller towards the end.
 
-    The last ones are small so that all workers finish together. Where blocks begin and end
-    does not show in the result.
+    No block goes beyond one of `stops`, where files end. The last ones are small so that all
+    workers finish together. Where blocks begin and end does not show in the result.
     """
     if spec.is_fixed:
         most = max(4, min(_MOST_IMAGES, _BLOCK_BYTES // spec.item_bytes))
@@ -132,14 +216,15 @@ def cut_blocks(start: int, stop: int, workers: int, spec: FieldSpec) -> Iterator
         most = 16
     else:
         most = max(4, min(_MOST_IMAGES, _BLOCK_BYTES // (3 * spec.height * spec.width)))
-    while start < stop:
-        size = min(most, max(1, (stop - start) // (3 * max(1, workers))))
-        yield start, start + size
-        start += size
+    for stop in stops:
+        while start < stop:
+            size = min(most, max(1, (stops[-1] - start) // (3 * max(1, workers))), stop - start)
+            yield start, start + size
+            start += size
 
 
 @contextmanager
-def _team(job: Job, paths: OutputPaths, count: int) -> Iterator[list[_Worker]]:
+def _team(job: Job, outputs: Outputs, count: int) -> Iterator[list[_Worker]]:
     import torch  # noqa: F401 - before the fork, so that the workers share it
 
     context = multiprocessing.get_context(_START_METHOD)
@@ -147,7 +232,7 @@ def _team(job: Job, paths: OutputPaths, count: int) -> Iterator[list[_Worker]]:
     try:
         for _ in range(count):
             try:
-                team.append(_Worker(context, job, paths, team))
+                team.append(_Worker(context, job, outputs, team))
             except OSError as ex:  # no memory, no descriptors, no processes
                 raise PackError(
                     f"cannot start {count} worker processes: {ex.strerror}: give fewer --workers"
@@ -161,9 +246,9 @@ def _team(job: Job, paths: OutputPaths, count: int) -> Iterator[list[_Worker]]:
 class _Coordinator:
     """Gives out tasks, and takes results in source order."""
 
-    def __init__(self, job: Job, results: Results, team: list[_Worker]) -> None:
+    def __init__(self, job: Job, outputs: Outputs, results: Taker, team: list[_Worker]) -> None:
         self._job, self._results, self._team = job, results, team
-        self._blocks = cut_blocks(results.stop, results.total, len(team), job.specs[0])
+        self._blocks = cut_blocks(results.stop, outputs.stops, len(team), job.specs[0])
         self._reported: dict[int, tuple[_Worker, BlockResult]] = {}
         self._being_written: deque[BlockResult] = deque()
         self._written: set[int] = set()
@@ -230,7 +315,7 @@ class _Coordinator:
 
 def _serve(
     job: Job,
-    paths: OutputPaths,
+    outputs: Outputs,
     conn: Connection,
     leave: Sequence[Connection],
     current: Any,
@@ -247,7 +332,7 @@ def _serve(
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     try:
-        with PayloadFiles(paths, job.specs) as files, whole_images_only():
+        with _OpenFiles(outputs, job.specs) as files, whole_images_only():
             _serve_tasks(job, conn, files, current)
     except (EOFError, ConnectionError):
         pass  # the coordinator is gone, or wants no more
@@ -263,7 +348,7 @@ def _tell(conn: Connection, error: Exception) -> None:
         conn.send(error)
 
 
-def _serve_tasks(job: Job, conn: Connection, files: PayloadFiles, current: Any) -> None:
+def _serve_tasks(job: Job, conn: Connection, files: _OpenFiles, current: Any) -> None:
     todo: deque[EncodeTask] = deque()
     held: dict[int, Sequence[Sequence[Payload]]] = {}
     held_bytes: dict[int, int] = {}
@@ -273,7 +358,7 @@ def _serve_tasks(job: Job, conn: Connection, files: PayloadFiles, current: Any) 
             if isinstance(message, EncodeTask):
                 todo.append(message)
             else:
-                files.write(message.at, held.pop(message.start))
+                files.write(message.start, message.at, held.pop(message.start))
                 del held_bytes[message.start]
                 conn.send(Written(message.start))
         task = todo.popleft()
