@@ -19,6 +19,7 @@ from h5feed.store import (
     write_file,
 )
 from h5feed.store.fields import FieldType, FieldValues, continue_checksums
+from h5feed.store.index import write_index
 from h5feed.store.layout import LIBVER, fingerprint, segment_offsets
 
 
@@ -142,3 +143,42 @@ def write_provenance(path, text):
     with h5py.File(path, "r+", libver=LIBVER) as file:
         file.attrs["provenance"] = np.bytes_(text.encode("utf-8", "surrogateescape"))
         file.attrs["fingerprint"] = np.bytes_(seal.encode())
+
+
+def write_set(folder, images, *, shards=3, seed=0, **kwargs):
+    """Pack `images` into a set of `shards` files and its index, in a random order.
+
+    Keyword arguments are those of `write_packed`, those of items with an entry for each.
+    """
+    folder.mkdir(exist_ok=True)
+    count = len(images)
+    order = np.random.default_rng(seed).permutation(count)
+    whole = write_packed(folder / "whole.h5", images, **kwargs)  # for keys and labels by item
+    index = read_index(whole)
+    whole.unlink()
+    names = []
+    for number, part in enumerate(np.array_split(order, shards)):
+        own = dict(kwargs, labels=index.labels[part], keys=[index.key(i) for i in part])
+        for name in ("source_shapes", "stored_shapes", "letterbox"):
+            if kwargs.get(name) is not None:
+                own[name] = kwargs[name][part]
+        for name in ("masks", "segments"):
+            if kwargs.get(name) is not None:
+                own[name] = [kwargs[name][i] for i in part]
+        if "further" in kwargs:
+            own["further"] = {n: values_of(v, part) for n, v in kwargs["further"].items()}
+        names.append(f"shard-{number:05}-of-{shards:05}.h5")
+        write_packed(
+            folder / names[-1], [images[i] for i in part], positions=part.astype(np.int64), **own
+        )
+    write_index(folder, names, generation=1, plan={"made": "by a test"})
+    return folder
+
+
+def values_of(values, part):
+    """Some items of a field, in any order."""
+    if values.offsets is None:
+        return FieldValues(type=values.type, data=values.data[part])
+    items = [bytes(values.item(i)) for i in part]
+    offsets = np.cumsum([0, *map(len, items)], dtype=np.int64)
+    return FieldValues.of_bytes(values.type, b"".join(items), offsets)

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 import h5feed.train
-from packed import further_fields, random_images, write_packed
+from packed import further_fields, random_images, write_packed, write_set
 from packing.folders import make_folder
 
 AUGMENT = [
@@ -31,6 +31,7 @@ MODULES = [
     "h5feed.store.check",
     "h5feed.store.fields",
     "h5feed.store.layout",
+    "h5feed.store.index",
     "h5feed.store.read",
     "h5feed.system",
     "h5feed.text",
@@ -43,13 +44,14 @@ def _examples_folder(tmp_path, monkeypatch):
     """The working folder of examples: `images` has two classes of twelve images each.
 
     `photos.h5` has twelve images of two classes, 64x64, `more.h5` as many again; `fields.h5` the
-    same with further fields.
+    same with further fields, `set` the same as a set of three shards.
     """
     make_folder(tmp_path / "images")
     images = random_images(12, (64, 64))
     write_packed(tmp_path / "photos.h5", images)
     write_packed(tmp_path / "more.h5", images)
     write_packed(tmp_path / "fields.h5", images, further=further_fields(12))
+    write_set(tmp_path / "set", images)
     monkeypatch.chdir(tmp_path)
 
 

@@ -112,7 +112,7 @@ def test_where_the_system_cannot_tell_or_reserves_items_are_copies(
     if lacking == "pagemap":
         monkeypatch.setattr(read, "_pagemap", None)
     else:  # as vm.overcommit_memory=2 does with a file larger than what is left to commit
-        monkeypatch.setattr(read, "_map", refuse_writable(read._map))
+        monkeypatch.setattr(read, "map_file", refuse_writable(read.map_file))
         with pytest.raises(OSError, match="Cannot allocate memory"):
             mapping.writable_whole(extent)
     for i in (2, 2, 5):
@@ -134,7 +134,7 @@ def refuse_writable(really):
 def test_a_mapping_that_cannot_be_is_an_error(opened):
     index, _ = opened
     with pytest.raises(OSError, match="Bad file descriptor"):
-        read._map(-1, index.size)
+        read.map_file(-1, index.size)
 
 
 def test_views_outlive_the_mapping(opened, images):
@@ -331,7 +331,7 @@ def test_no_memory_to_map_names_the_file(opened, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(read, "_map", full)
+    monkeypatch.setattr(read, "map_file", full)
     with pytest.raises(OSError, match="Cannot allocate memory") as caught:
         MappedFile(index.path)
     assert caught.value.filename == index.path

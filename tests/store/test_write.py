@@ -116,7 +116,7 @@ def test_hdf5_needs_no_temporary_folder(monkeypatch):
 @pytest.mark.parametrize("kept", [0, 3, 20])
 def test_memory_that_ends_within_hdf5_is_a_memory_error(tmp_path, monkeypatch, kept):
     """HDF5 must not see it: it would go on with half a file, or crash at closing it."""
-    store, calls = write._MemoryFile._store, itertools.count()
+    store, calls = write.MemoryFile._store, itertools.count()
     spec = image_spec()
     head_bytes([spec])  # what HDF5 makes once in a process
 
@@ -125,7 +125,7 @@ def test_memory_that_ends_within_hdf5_is_a_memory_error(tmp_path, monkeypatch, k
             raise MemoryError
         store(self, view)
 
-    monkeypatch.setattr(write._MemoryFile, "_store", run_out)
+    monkeypatch.setattr(write.MemoryFile, "_store", run_out)
     with pytest.raises(MemoryError):
         head_bytes([spec])
     monkeypatch.undo()

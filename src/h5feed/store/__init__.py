@@ -2,6 +2,14 @@
 
 from h5feed.store.check import CheckReport, DamagedItem, check_file
 from h5feed.store.fields import FieldExtent, FieldType, FieldValues
+from h5feed.store.index import (
+    INDEX_NAME,
+    SetIndex,
+    check_alike,
+    listed_index,
+    open_index,
+    write_index,
+)
 from h5feed.store.layout import (
     SEGMENTS,
     Columns,
@@ -15,10 +23,11 @@ from h5feed.store.layout import (
     masks_spec,
     payload_names,
 )
-from h5feed.store.read import FileReader, MappedFile, read_index
+from h5feed.store.read import FileReader, MappedBytes, MappedFile, read_index
 from h5feed.store.write import finalize, head_bytes, write_file
 
 __all__ = [
+    "INDEX_NAME",
     "SEGMENTS",
     "CheckReport",
     "Columns",
@@ -32,14 +41,20 @@ __all__ = [
     "FileIndex",
     "FileReader",
     "Fit",
+    "MappedBytes",
     "MappedFile",
     "SegmentsExtent",
+    "SetIndex",
+    "check_alike",
     "check_file",
     "finalize",
     "head_bytes",
     "images_spec",
+    "listed_index",
     "masks_spec",
+    "open_index",
     "payload_names",
     "read_index",
     "write_file",
+    "write_index",
 ]

@@ -40,8 +40,19 @@ from h5feed.store.layout import (
 )
 from h5feed.text import printable
 
-__all__ = ["Gate", "validated_index"]
+__all__ = [
+    "PACK_AGAIN",
+    "Gate",
+    "check_further",
+    "check_head",
+    "check_items",
+    "check_offsets",
+    "check_spec",
+    "read_json",
+    "validated_index",
+]
 
+PACK_AGAIN = "pack the images again with pack-h5"
 _MEMBERS = {
     IMAGES, MASKS, FIELDS, "labels", "classes", "keys", "source_shapes", "crc32", "letterbox",
     "positions",
@@ -65,11 +76,13 @@ class Gate:
     path: Path
     size: int
     """Bytes of the file: what an address is checked against."""
+    then: str = PACK_AGAIN
+    """What to do about a file that is refused."""
 
     def refuse(self, what: str) -> H5FormatError:
         """Return the error to raise."""
         said = printable(what)  # names and values are the file's, and may hold anything
-        return H5FormatError(f"{self.path}: {said}; pack the images again with pack-h5")
+        return H5FormatError(f"{self.path}: {said}; {self.then}")
 
     def members(self, group: h5py.Group) -> list[str]:
         """Names in a group, all of them hard links."""
@@ -171,7 +184,11 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
 
     It also lets through what HDF5 and numpy raise for damaged metadata.
     """
-    _check_root(gate, file)
+    check_head(gate, file)
+    if "kind" in file.attrs:
+        raise H5FormatError(
+            f"{gate.path}: the index of a set, without items of its own; give the folder it is in"
+        )
     names = gate.members(file)
     for name in names:
         if name != _USER and name not in _MEMBERS:
@@ -186,8 +203,7 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     if MASKS in names:
         extents[MASKS] = _extent(gate, file, MASKS, len(labels), extents[IMAGES].spec)
     columns = _columns(gate, file, labels, names)
-    _check_ranges(gate, columns, extents[IMAGES].spec)
-    _check_sizes(gate, extents)
+    check_items(gate, columns, extents)
     if extents[IMAGES].spec.encoding == "jpeg":
         extents[IMAGES] = _with_segments(gate, file, extents[IMAGES])
     further = _further(gate, file, len(labels)) if FIELDS in names else {}
@@ -201,7 +217,7 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
         extents=extents,
         fields=further,
         **{column.name: getattr(columns, column.name) for column in fields(columns)},
-        provenance=_read_provenance(gate, provenance),
+        provenance=read_json(gate, "provenance", provenance),
         fingerprint=seal,
     )
     made = fingerprint(specs, index.starts, columns, provenance, offsets, shapes, further)
@@ -210,7 +226,8 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
     return index
 
 
-def _check_root(gate: Gate, file: h5py.File) -> None:
+def check_head(gate: Gate, file: h5py.File) -> None:
+    """Refuse what is no finished file, or index, of this version."""
     if "format" not in file.attrs or gate.text(file, "format") != FORMAT:
         raise H5FormatError(
             f"{gate.path}: an HDF5 file, but not h5feed's (no attribute format={FORMAT!r}); "
@@ -220,7 +237,7 @@ def _check_root(gate: Gate, file: h5py.File) -> None:
     if version != FORMAT_VERSION:
         raise H5FormatError(
             f"{gate.path}: format_version={version}, and this h5feed reads {FORMAT_VERSION}; "
-            "update h5feed or pack the images again"
+            f"update h5feed or {gate.then}"
         )
     if "complete" not in file.attrs or gate.integer(file, "complete") != 1:
         raise gate.refuse("it was never finished (attribute complete is not set)")
@@ -245,7 +262,7 @@ def _columns(gate: Gate, file: h5py.File, labels: Any, names: Sequence[str]) -> 
     keys = gate.group(file, "keys", {"bytes", "offsets"})
     key_bytes = gate.array(keys, "bytes", "|u1", (None,))
     key_offsets = gate.array(keys, "offsets", "<i8", (count + 1,))
-    _check_offsets(gate, "/keys/offsets", key_offsets, len(key_bytes))
+    check_offsets(gate, "/keys/offsets", key_offsets, len(key_bytes))
     return Columns(
         labels=labels,
         classes=_classes(gate, file),
@@ -287,7 +304,7 @@ def _extent(
     gate.expect(data, "|u1", (None,))
     offsets = gate.array(group, "offsets", "<i8", (count + 1,))
     shapes = gate.array(group, "shapes", "<i4", (count, 2))
-    _check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
+    check_offsets(gate, f"/{name}/offsets", offsets, data.shape[0])
     start = gate.address(data)
     return Extent(spec=spec, start=start, count=count, offsets=offsets, shapes=shapes)
 
@@ -309,6 +326,17 @@ def _further(gate: Gate, file: h5py.File, count: int) -> dict[str, FieldExtent]:
     """Return where the further fields lie, sorted by name; their bytes are not read."""
     parent = gate.group(file, FIELDS, None)
     found = {name: _further_one(gate, parent, name, count) for name in sorted(parent)}
+    check_further(gate, found)
+    return found
+
+
+def check_further(gate: Gate, found: dict[str, FieldExtent]) -> None:
+    """Refuse rows that are not whole, or not as many as those of the boxes they belong to."""
+    for name, extent in found.items():
+        if extent.offsets is not None and (extent.offsets % extent.type.row_bytes).any():
+            raise gate.refuse(
+                f"/fields/{name}/offsets does not agree with rows of {extent.type.row_bytes} bytes"
+            )
     for name, extent in found.items():
         if not extent.type.rows_of:
             continue
@@ -317,7 +345,6 @@ def _further(gate: Gate, file: h5py.File, count: int) -> dict[str, FieldExtent]:
             raise gate.refuse(f"/fields/{name} has rows_of={extent.type.rows_of!r}, no boxes")
         if not np.array_equal(_rows(extent), _rows(boxes)):
             raise gate.refuse(f"/fields/{name} has other rows than /fields/{extent.type.rows_of}")
-    return found
 
 
 def _rows(extent: FieldExtent) -> Any:
@@ -345,9 +372,7 @@ def _further_one(gate: Gate, parent: h5py.Group, name: str, count: int) -> Field
     data = gate.dataset(group, "bytes")
     gate.expect(data, "|u1", (None,))
     offsets = gate.array(group, "offsets", "<i8", (count + 1,))
-    _check_offsets(gate, f"{full}/offsets", offsets, data.shape[0])
-    if (offsets % kind.row_bytes).any():
-        raise gate.refuse(f"{full}/offsets does not agree with rows of {kind.row_bytes} bytes")
+    check_offsets(gate, f"{full}/offsets", offsets, data.shape[0])
     return FieldExtent(type=kind, start=gate.address(data), count=count, offsets=offsets)
 
 
@@ -360,14 +385,14 @@ def _spec(gate: Gate, file: h5py.File, name: str, images: FieldSpec | None) -> F
     except ValueError as ex:
         raise gate.refuse(f"/{name}: {ex}") from ex
     wanted = images_spec(spec.encoding, spec.height, spec.width, spec.fit)
-    return _check_spec(gate, spec, wanted if images is None else masks_spec(images))
+    return check_spec(gate, spec, wanted if images is None else masks_spec(images))
 
 
 def _full(parent: h5py.Group, name: str) -> str:
     return f"{parent.name.rstrip('/')}/{name}"
 
 
-def _check_spec(gate: Gate, spec: FieldSpec, wanted: FieldSpec) -> FieldSpec:
+def check_spec(gate: Gate, spec: FieldSpec, wanted: FieldSpec) -> FieldSpec:
     """Refuse a field that packing never writes."""
     for name, value in wanted.attributes().items():
         if (have := spec.attributes()[name]) != value:
@@ -377,13 +402,19 @@ def _check_spec(gate: Gate, spec: FieldSpec, wanted: FieldSpec) -> FieldSpec:
     return spec
 
 
-def _check_offsets(gate: Gate, name: str, offsets: Int64, total: int) -> None:
+def check_offsets(gate: Gate, name: str, offsets: Int64, total: int) -> None:
     """Refuse offsets that do not rise from 0 to `total`.
 
     Compared, not subtracted: a difference of int64 may wrap around.
     """
     if offsets[0] != 0 or offsets[-1] != total or (offsets[1:] < offsets[:-1]).any():
         raise gate.refuse(f"{name} is not rising from 0 to {total}")
+
+
+def check_items(gate: Gate, columns: Columns, extents: dict[str, Extent]) -> None:
+    """Refuse numbers of items that later code would index, divide or ask for memory by."""
+    _check_ranges(gate, columns, extents[IMAGES].spec)
+    _check_sizes(gate, extents)
 
 
 def _check_ranges(gate: Gate, columns: Columns, spec: FieldSpec) -> None:
@@ -447,18 +478,18 @@ def _check_sizes(gate: Gate, extents: dict[str, Extent]) -> None:
             raise gate.refuse(f"/{name}/offsets does not agree with its shapes")
 
 
-def _read_provenance(gate: Gate, text: str) -> dict[str, Any]:
-    """Read what made the file; refuse what packing would not have written there."""
+def read_json(gate: Gate, name: str, text: str) -> dict[str, Any]:
+    """Read the attribute `name`; refuse what packing would not have written there."""
     if len(text) > MAX_PROVENANCE:
-        raise gate.refuse(f"attribute provenance has {len(text)} characters, too many to be true")
+        raise gate.refuse(f"attribute {name} has {len(text)} characters, too many to be true")
     try:
         value = json.loads(
             text, parse_int=_whole_number, parse_float=_finite, parse_constant=_finite
         )
     except (ValueError, RecursionError) as ex:
-        raise gate.refuse(f"attribute provenance is no JSON ({ex})") from ex
+        raise gate.refuse(f"attribute {name} is no JSON ({ex})") from ex
     if not isinstance(value, dict):
-        raise gate.refuse("attribute provenance is not a JSON object")
+        raise gate.refuse(f"attribute {name} is not a JSON object")
     level: list[Any] = [value]
     for _ in range(_DEPTH):
         level = [
@@ -468,7 +499,7 @@ def _read_provenance(gate: Gate, text: str) -> dict[str, Any]:
             if isinstance(part, dict | list)
         ]
     if level:
-        raise gate.refuse(f"attribute provenance is nested more than {_DEPTH} deep")
+        raise gate.refuse(f"attribute {name} is nested more than {_DEPTH} deep")
     return value
 
 

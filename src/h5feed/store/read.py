@@ -13,54 +13,63 @@ import re
 import stat
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import h5py
 import numpy as np
 
 from h5feed.disk import naming
 from h5feed.errors import H5FormatError
-from h5feed.store.gate import Gate, validated_index
+from h5feed.store.gate import PACK_AGAIN, Gate, validated_index
 from h5feed.store.layout import Extent, FileIndex, UInt8
 from h5feed.text import printable
 
-__all__ = ["FileReader", "MappedFile", "read_index"]
+__all__ = [
+    "FileReader",
+    "MappedBytes",
+    "MappedFile",
+    "OpenFile",
+    "map_file",
+    "open_validated",
+    "read_index",
+]
+
+Found = TypeVar("Found")
+Opened = TypeVar("Opened", bound="OpenFile")
 
 # Linux reads no more of one announcement than the device's read-ahead, 128 KiB by default, and
 # drops the rest without a word (64 MiB announced at once: 8 MiB read, where that is 8 MiB).
 _READAHEAD = 128 << 10
 
 
-class FileReader:
-    """A packed file, opened once and held open.
+class OpenFile:
+    """A file of which bytes are read, by a descriptor that may be closed in the meantime.
 
     Index, mapping and reads come from one descriptor: packing replaces a file by renaming, and
     a second opening by name may find another file, and mix labels of one with pixels of the other.
     Closed with the object, or by `close`; safe in threads and after a fork.
-
-    >>> with FileReader("photos.h5") as file:
-    ...     item = file.item(file.index.extents["images"], 3)
-    >>> item.shape, item.dtype
-    ((64, 64, 3), dtype('uint8'))
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open and validate `path`.
+    def __init__(self, path: Path, fd: int) -> None:
+        """Take over `fd`, opened on `path`."""
+        self._fd = fd
+        self.path = str(path)
+        """Absolute path."""
+        status = os.fstat(fd)
+        self._identity = status.st_dev, status.st_ino
+        self.size = status.st_size
+        """Bytes of the file."""
 
-        Raises FileNotFoundError (or another OSError) where the file cannot be read, and
-        H5FormatError, one sentence, where it is anything but a finished and unaltered h5feed file.
-        """
-        self._fd = -1
-        try:
-            self.index = self._open(Path(path).absolute())
-        except BaseException:
-            self.close()
-            raise
+    @classmethod
+    def by_name(cls, path: Path) -> OpenFile:
+        """Open a plain file, without a look into it; OSError or H5FormatError where it is none."""
+        _probe(path)
+        return cls(path, os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
 
-    def __enter__(self) -> FileReader:
+    def __enter__(self: Opened) -> Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,16 +98,16 @@ class FileReader:
             os.close(fd)
 
     def keep_open(self) -> None:
-        """Open the same file again where it was closed, for `read` and `item`; see `descriptor`."""
+        """Open the same file again where it was closed; see `descriptor`."""
         if self._fd < 0:
             self._fd = self._open_again()
 
     def _open_again(self) -> int:
-        path = self.index.path
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        if _identity(fd) != self._identity:
+        fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != self._identity:
             os.close(fd)
-            raise OSError(errno.ESTALE, "the file has been replaced since it was opened", path)
+            raise OSError(errno.ESTALE, "the file has been replaced since it was opened", self.path)
         return fd
 
     def close(self) -> None:
@@ -107,38 +116,16 @@ class FileReader:
         if fd >= 0:
             os.close(fd)
 
-    def _open(self, path: Path) -> FileIndex:
-        _probe(path)
-        try:
-            with _open_hdf5(path) as file:
-                self._fd = os.dup(file.id.get_vfd_handle())
-                self._identity = _identity(self._fd)
-                return validated_index(Gate(path, os.fstat(self._fd).st_size), file)
-        except H5FormatError:
-            raise
-        except MemoryError as ex:
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from ex
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as ex:
-            reason = " ".join(str(ex).split())
-            raise _read_error(path, ex, reason) or H5FormatError(
-                f"{path}: not a sound HDF5 file ({printable(reason)}); "
-                "pack the images again with pack-h5"
-            ) from ex
-
     def read(self, start: int, length: int) -> bytes:
         """Return `length` bytes from address `start` on; OSError where the system has not all."""
-        data = os.pread(self._fd, length, start)
-        while len(data) < length:
-            more = os.pread(self._fd, length - len(data), start + len(data))
-            if not more:
-                raise OSError(errno.ENODATA, "the file ends before it", self.index.path)
-            data += more
+        with self.descriptor() as fd:
+            data = os.pread(fd, length, start)
+            while len(data) < length:
+                more = os.pread(fd, length - len(data), start + len(data))
+                if not more:
+                    raise OSError(errno.ENODATA, "the file ends before it", self.path)
+                data += more
         return data
-
-    def item(self, extent: Extent, index: int) -> UInt8:
-        """Read item `index`: uint8, shape `extent.item_shape(index)`, read-only."""
-        data = self.read(*extent.item_range(index))
-        return np.frombuffer(data, np.uint8).reshape(extent.item_shape(index))
 
     def announce(self, start: int, length: int) -> None:
         """Tell the kernel that these bytes will be read soon; it returns at once."""
@@ -146,6 +133,65 @@ class FileReader:
             for at in range(start, start + length, _READAHEAD):
                 size = min(_READAHEAD, start + length - at)
                 os.posix_fadvise(self._fd, at, size, os.POSIX_FADV_WILLNEED)
+
+
+class FileReader(OpenFile):
+    """A packed file, opened once and held open.
+
+    >>> with FileReader("photos.h5") as file:
+    ...     item = file.item(file.index.extents["images"], 3)
+    >>> item.shape, item.dtype
+    ((64, 64, 3), dtype('uint8'))
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open and validate `path`.
+
+        Raises FileNotFoundError (or another OSError) where the file cannot be read, and
+        H5FormatError, one sentence, where it is anything but a finished and unaltered h5feed file.
+        """
+        absolute = Path(path).absolute()
+        fd, self.index = open_validated(absolute, validated_index)
+        super().__init__(absolute, fd)
+
+    def item(self, extent: Extent, index: int) -> UInt8:
+        """Read item `index`: uint8, shape `extent.item_shape(index)`, read-only."""
+        data = self.read(*extent.item_range(index))
+        return np.frombuffer(data, np.uint8).reshape(extent.item_shape(index))
+
+
+def open_validated(
+    path: Path, validate: Callable[[Gate, h5py.File], Found], **gate: str
+) -> tuple[int, Found]:
+    """Return a descriptor of the HDF5 file `path`, and what `validate` found in that very file.
+
+    Further keyword arguments are the Gate's. Raises OSError and H5FormatError, one sentence.
+    """
+    _probe(path)
+    fd = -1
+    try:
+        with _open_hdf5(path) as file:
+            fd = os.dup(file.id.get_vfd_handle())
+            made = Gate(path, os.fstat(fd).st_size, **gate)
+            return fd, validate(made, file)
+    except BaseException as ex:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(ex, H5FormatError):
+            raise
+        if isinstance(ex, MemoryError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from ex
+        if not isinstance(ex, _OF_DAMAGE):
+            raise
+        reason = " ".join(str(ex).split())
+        then = gate.get("then", PACK_AGAIN)
+        raise _read_error(path, ex, reason) or H5FormatError(
+            f"{path}: not a sound HDF5 file ({printable(reason)}); {then}"
+        ) from ex
+
+
+# what HDF5 and numpy raise for metadata that make no sense
+_OF_DAMAGE: Final = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError)
 
 
 def read_index(path: str | os.PathLike[str]) -> FileIndex:
@@ -157,11 +203,6 @@ def read_index(path: str | os.PathLike[str]) -> FileIndex:
     """
     with FileReader(path) as file:
         return file.index
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
 
 
 def _open_hdf5(path: Path) -> h5py.File:
@@ -194,25 +235,18 @@ def _read_error(path: Path, error: Exception, reason: str) -> OSError | None:
     return OSError(code, os.strerror(code), str(path)) if code else None
 
 
-class MappedFile:
-    """One file mapped once, read-only: nothing in this process can change what is read here.
+class MappedBytes:
+    """A file mapped once, read-only: nothing in this process can change what is read here.
 
     `item` gives views of the file's own memory; `writable` gives memory that may be written to.
-    Views stay valid for as long as they exist, also after `MappedFile` itself is gone.
-
-    >>> file = MappedFile("photos.h5")
-    >>> extent = file.index.extents["images"]
-    >>> file.item(extent, 3).flags.writeable, file.writable(extent, 3).flags.writeable
-    (False, True)
-    >>> file.whole(extent).shape
-    (12, 64, 64, 3)
+    Views stay valid for as long as they exist, also after this object itself is gone.
+    No descriptor stays open.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open `path`, as `FileReader` does, and map that very file."""
-        with FileReader(path) as file, naming(Path(path)):
-            self.index = file.index
-            self.data: UInt8 = _map(file.fileno(), self.index.size)
+    def __init__(self, file: OpenFile) -> None:
+        """Map an opened file, and close it."""
+        with file, naming(Path(file.path)):
+            self.data: UInt8 = map_file(file.fileno(), file.size)
             """uint8 (size,): the whole file, read-only."""
         self._address = self.data.ctypes.data
         # Closed: a set may be thousands of files, and a process has a thousand descriptors.
@@ -228,9 +262,8 @@ class MappedFile:
         """Return item `index` as `item` does, read into memory of its own.
 
         Raises OSError where the disk does not give it; touching a view then ends the process.
-        After `keep_open`.
         """
-        return self._file.item(extent, index)
+        return self.read_bytes(*extent.item_range(index)).reshape(extent.item_shape(index))
 
     def read_bytes(self, start: int, length: int) -> UInt8:
         """Return bytes of the file as `read` does, read-only."""
@@ -266,7 +299,7 @@ class MappedFile:
         where the file has been replaced.
         """
         with self._file.descriptor() as fd:
-            return _field(_map(fd, self.index.size, writable=True), extent)
+            return _field(map_file(fd, self._file.size, writable=True), extent)
 
     def announce(self, start: int, length: int) -> None:
         """Tell the kernel that these bytes will be read soon; it returns at once."""
@@ -285,6 +318,24 @@ class MappedFile:
                 return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in addresses)
         except OSError:  # EAGAIN: not there; EOPNOTSUPP: this file system cannot tell
             return False
+
+
+class MappedFile(MappedBytes):
+    """One packed file, mapped.
+
+    >>> file = MappedFile("photos.h5")
+    >>> extent = file.index.extents["images"]
+    >>> file.item(extent, 3).flags.writeable, file.writable(extent, 3).flags.writeable
+    (False, True)
+    >>> file.whole(extent).shape
+    (12, 64, 64, 3)
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open `path`, as `FileReader` does, and map that very file."""
+        file = FileReader(path)
+        self.index = file.index
+        super().__init__(file)
 
 
 def _field(data: UInt8, extent: Extent) -> UInt8:
@@ -308,12 +359,12 @@ class _CopyOnWrite:
     Pages are not dropped from under those who hold views; they go with the last view.
     """
 
-    def __init__(self, file: FileReader) -> None:
+    def __init__(self, file: OpenFile) -> None:
         self._data: UInt8 | None = None
         if _pagemap is not None:
             # strict overcommit counts such memory in full; the file may have been replaced
             with suppress(OSError), file.descriptor() as fd:
-                self._data = _map(fd, file.index.size, writable=True)
+                self._data = map_file(fd, file.size, writable=True)
         self._address = 0 if self._data is None else self._data.ctypes.data
         self._reads = 0
         self._earlier: deque[tuple[int, int]] = deque([(0, 1)] * (_LATER // _EVERY))
@@ -370,7 +421,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reopen_pagemap)
 
 
-def _map(fd: int, size: int, *, writable: bool = False) -> UInt8:
+def map_file(fd: int, size: int, *, writable: bool = False) -> UInt8:
     """Return uint8 (size,): the file, or with `writable` memory that is copied when written to.
 
     Raises OSError where the system gives no such memory.

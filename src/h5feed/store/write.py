@@ -33,7 +33,17 @@ from h5feed.store.layout import (
 )
 from h5feed.store.read import read_index
 
-__all__ = ["finalize", "head_bytes", "side_files", "write_file"]
+__all__ = [
+    "MemoryFile",
+    "add_extent",
+    "attribute_value",
+    "between",
+    "finalize",
+    "head_bytes",
+    "new_group",
+    "side_files",
+    "write_file",
+]
 
 _COPY_BYTES = 8 << 20
 
@@ -89,10 +99,7 @@ def finalize(
             os.ftruncate(target, rest.size)
         for name, path in side.items():
             _copy(path, partial, target, *places[name])
-        for start, stop in _between(list(places.values()), rest.size):
-            for at, block in rest.blocks(start, stop):
-                write_at(target, block, at, partial)
-        sync_file(target, partial)
+        rest.write_around(list(places.values()), target, partial)
     finally:
         os.close(target)
     if check:
@@ -169,7 +176,7 @@ def _write_items(path: Path, items: Iterable[Payload], head: int) -> list[int]:
     return ends
 
 
-class _MemoryFile:
+class MemoryFile:
     """A file object for HDF5 to write into; what is never written takes no memory.
 
     An exception inside HDF5's calls would leave it in an undefined state, so the one that can
@@ -193,19 +200,29 @@ class _MemoryFile:
             yield start, memoryview(page)[first:last]
             start += last - first
 
+    def write_around(self, places: list[tuple[int, int]], handle: int, path: Path) -> None:
+        """Write all outside of `places`, (start, bytes) each, into an open file; and sync that."""
+        for start, stop in between(places, self.size):
+            for at, block in self.blocks(start, stop):
+                write_at(handle, block, at, path)
+        sync_file(handle, path)
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go there."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         return self._at
 
     def tell(self) -> int:
+        """Return where it stands."""
         return self._at
 
     def truncate(self, size: int) -> int:
+        """Have that many bytes."""
         self.size = size
         return size
 
     def flush(self) -> None:
-        pass
+        """Do nothing: it is memory."""
 
     def read(self, size: int = -1) -> bytes:
         """Return up to `size` bytes; h5py takes nothing for a file that cannot be read so."""
@@ -213,6 +230,7 @@ class _MemoryFile:
         return bytes(data[: self.readinto(data)])
 
     def readinto(self, target: Any) -> int:
+        """Fill `target`, and return how many bytes there were."""
         view = memoryview(target).cast("B")
         count = min(len(view), max(0, self.size - self._at))
         for at, block in self.blocks(self._at, self._at + count):
@@ -221,6 +239,7 @@ class _MemoryFile:
         return count
 
     def write(self, data: Any) -> int:
+        """Write all of `data`; where memory ran out, `error` says so."""
         view = memoryview(data).cast("B")
         try:
             self._store(view)
@@ -248,12 +267,12 @@ def _around_pixels(
     offsets: Arrays,
     shapes: Arrays,
     further: Mapping[str, FieldValues],
-) -> tuple[_MemoryFile, dict[str, tuple[int, int]]]:
+) -> tuple[MemoryFile, dict[str, tuple[int, int]]]:
     """Make all but the pixels; return it, and (address, bytes) of each of `payload_names`."""
     text = canonical_json(provenance)
     # Two steps: only pixels are aligned (a threshold of 1: the first field's address must not
     # depend on its size), and small arrays follow without a page of padding each.
-    memory = _MemoryFile()
+    memory = MemoryFile()
     with h5py.File(
         memory, "w", libver=LIBVER, alignment_threshold=1, alignment_interval=ALIGNMENT
     ) as file:
@@ -276,7 +295,7 @@ def _around_pixels(
             "fingerprint": fingerprint(fields, starts, columns, text, offsets, shapes, extents),
         }
         for key, value in facts.items():
-            file.attrs[key] = _attribute(value)
+            file.attrs[key] = attribute_value(value)
     if memory.error is not None:
         raise memory.error
     return memory, places
@@ -287,16 +306,16 @@ def _reserve(
 ) -> dict[str, tuple[int, int]]:
     """Make a field's extents; return their addresses and bytes by `payloads`."""
     if spec.is_fixed:
-        made = [_add_extent(file, spec.name, spec.dataset_shape(count))]
+        made = [add_extent(file, spec.name, spec.dataset_shape(count))]
     else:
         ends, sizes = offsets[spec.name], shapes[spec.name]
         assert ends is not None
-        group = _new_group(file, spec.name)
-        made = [_add_extent(group, "bytes", (int(ends[-1]),))]
+        group = new_group(file, spec.name)
+        made = [add_extent(group, "bytes", (int(ends[-1]),))]
         if spec.encoding == "jpeg":
             assert sizes is not None
             lengths = int(segment_offsets(sizes)[-1]) // 2
-            made.append(_add_extent(group, SEGMENTS, (lengths,), h5py.h5t.STD_U16LE))
+            made.append(add_extent(group, SEGMENTS, (lengths,), h5py.h5t.STD_U16LE))
     places = [(data.id.get_offset(), data.id.get_storage_size()) for data in made]
     return dict(zip(spec.payloads, places, strict=True))
 
@@ -305,16 +324,16 @@ def _add_further(file: h5py.File, further: Mapping[str, FieldValues]) -> dict[st
     """Write the further fields, aligned as pixels are; return where each lies."""
     if not further:
         return {}
-    group, extents = _new_group(file, FIELDS), {}
+    group, extents = new_group(file, FIELDS), {}
     for name, values in sorted(further.items()):
         if values.offsets is None:
             holder = data = _add_array(group, name, values.data)
         else:
-            holder = _new_group(group, name)
+            holder = new_group(group, name)
             data = _add_array(holder, "bytes", values.data)
             _add_array(holder, "offsets", values.offsets)
         for key, value in values.type.attributes().items():
-            holder.attrs[key] = _attribute(value)
+            holder.attrs[key] = attribute_value(value)
         extents[name] = FieldExtent(
             type=values.type,
             start=data.id.get_offset() or 0,
@@ -329,10 +348,10 @@ def _describe(holder: Any, spec: FieldSpec, offsets: Arrays, shapes: Arrays) -> 
         _add_array(holder, "offsets", offsets[spec.name])
         _add_array(holder, "shapes", shapes[spec.name])
     for key, value in spec.attributes().items():
-        holder.attrs[key] = _attribute(value)
+        holder.attrs[key] = attribute_value(value)
 
 
-def _add_extent(
+def add_extent(
     parent: h5py.Group, name: str, shape: tuple[int, ...], kind: Any = h5py.h5t.STD_U8LE
 ) -> h5py.Dataset:
     """Reserve a contiguous extent without writing it."""
@@ -352,7 +371,7 @@ def _add_columns(file: h5py.File, columns: Columns) -> None:
     kind = h5py.string_dtype("utf-8", width)
     _add_array(file, "labels", columns.labels)
     _add_array(file, "classes", np.array(names, dtype=f"S{width}").astype(kind))
-    keys = _new_group(file, "keys")
+    keys = new_group(file, "keys")
     _add_array(keys, "bytes", columns.key_bytes)
     _add_array(keys, "offsets", columns.key_offsets)
     _add_array(file, "source_shapes", columns.source_shapes)
@@ -367,18 +386,19 @@ def _add_array(parent: h5py.Group, name: str, array: np.ndarray[Any, Any] | None
     return parent.create_dataset(name, data=array, track_times=False)
 
 
-def _new_group(parent: h5py.Group, name: str) -> h5py.Group:
+def new_group(parent: h5py.Group, name: str) -> h5py.Group:
     """Make a group without a time stamp: the same input must give the same bytes."""
     plist = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     plist.set_obj_track_times(False)
     return h5py.Group(h5py.h5g.create(parent.id, name.encode(), gcpl=plist))
 
 
-def _attribute(value: str | int) -> Any:
+def attribute_value(value: str | int) -> Any:
+    """Return text or number as an attribute of fixed size has it."""
     return np.bytes_(value.encode()) if isinstance(value, str) else np.int64(value)
 
 
-def _between(places: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+def between(places: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     """Return the (start, stop) stretches of [0, end) outside the given extents."""
     gaps, at = [], 0
     for start, length in sorted(places):
