@@ -39,6 +39,7 @@ from h5feed.train.config import (
     ScheduleConfig,
 )
 from h5feed.train.models import build_model
+from harness import link
 
 __all__ = ["interval", "main"]
 
@@ -103,9 +104,8 @@ def link_some(source: Path, folder: Path, count: int) -> Path:
     """Link the first images of each class, `count` in all, and return `folder`."""
     classes = sorted(entry for entry in source.iterdir() if entry.is_dir())
     for entry in classes:
-        (folder / entry.name).mkdir(parents=True)
         for name in sorted(os.listdir(entry))[: max(1, count // len(classes))]:
-            os.symlink((entry / name).resolve(), folder / entry.name / name)
+            link(entry / name, folder / entry.name / name)
     return folder
 
 

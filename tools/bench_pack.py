@@ -31,7 +31,7 @@ from h5feed.packing.options import PackOptions, field_specs
 from h5feed.packing.resize import fit_image
 from h5feed.packing.sources import open_source
 from h5feed.store.layout import FieldSpec
-from harness import ffcv_process, in_turns
+from harness import ffcv_process, in_turns, link
 
 
 def decode_and_resize(spec: FieldSpec, path: bytes) -> int:
@@ -90,13 +90,12 @@ def time_ffcv(python: str, source: Path, size: int, workers: int) -> float:
     return seconds
 
 
-def link(photos: Path, scratch: Path, times: int) -> Path:
+def repeated(photos: Path, scratch: Path, times: int) -> Path:
     """Make a source that has the class folders `times` over, without copying them."""
     source = scratch / f"times{times}"
-    source.mkdir()
     for folder in sorted(entry for entry in photos.resolve().iterdir() if entry.is_dir()):
         for number in range(times):
-            (source / f"{folder.name}-{number}").symlink_to(folder)
+            link(folder, source / f"{folder.name}-{number}")
     return source
 
 
@@ -121,8 +120,8 @@ def main() -> None:
     if args.ffcv:
         subjects["ffcv"] = lambda source: time_ffcv(args.ffcv, source, args.size, args.workers)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        short = link(args.photos, Path(folder), 1)
-        long = link(args.photos, Path(folder), args.repeat)
+        short = repeated(args.photos, Path(folder), 1)
+        long = repeated(args.photos, Path(folder), args.repeat)
         count = len(open_source(short))
         both = {
             name: partial(lambda work: (work(short), work(long)), work)

@@ -27,9 +27,9 @@ import torch
 
 from gpu import cifar, tables
 from gpu.data import prepare_cifar, prepare_photos
+from gpu.loaders import ways
 from gpu.loading import measure_loaders
 from gpu.ops import measure_ops
-from gpu.ways import ways
 from h5feed.bench import system
 from h5feed.bench.ablate import AblateOptions, ablate
 from h5feed.bench.report import as_dict as ablation_dict
@@ -185,7 +185,7 @@ def write_rows(
     rows = measure_loaders(
         config,
         [way for way in taking if model or not way.ceiling],
-        images=scale_count(photos.raw),
+        images=len(read_index(photos.raw)),
         seconds=scale.seconds,
         repeats=scale.repeats,
         trains=model is not None,
@@ -254,11 +254,6 @@ def training_config(file: Path, model: str, scale: Scale, *, on_gpu: bool) -> Tr
         data=DataConfig(size=scale.side, crop="random-resized"),
         speed=SpeedConfig(compile="default" if on_gpu else "off"),
     )
-
-
-def scale_count(file: Path) -> int:
-    """Images in a packed file."""
-    return len(read_index(file))
 
 
 def write(options: argparse.Namespace, name: str, values: dict[str, Any], drawn: bool) -> None:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 import h5feed
 from h5feed.bench.measure import Expectation, Subject, whole_epochs
@@ -26,13 +28,16 @@ __all__ = [
     "copies",
     "ffcv",
     "ffcv_process",
+    "filled_once",
     "in_turns",
+    "link",
     "of_subject",
     "packed",
     "run_code",
     "spread",
     "synthetic",
     "version_of",
+    "wait_for",
 ]
 
 _FFCV = Path(__file__).parent / "peers/adapters/ffcv_loader.py"
@@ -128,18 +133,44 @@ def run_code(code: str, *arguments: Any) -> Any:
     return json.loads(done.stdout)
 
 
+@contextmanager
+def filled_once(folder: Path) -> Iterator[Path | None]:
+    """Yield a folder to fill, which is called `folder` once it is full; None if that is there.
+
+    What an interrupted run began is thus never taken for the whole.
+    """
+    if folder.is_dir():
+        yield None
+        return
+    new = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    yield new
+    new.rename(folder)
+
+
 def copies(images: Path, out: Path, times: int) -> Path:
     """Return a folder with every file of `images` `times` times: real copies, so cold is cold."""
-    if out.exists():
-        return out
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    for path in sorted(p for p in images.rglob("*") if p.is_file()):
-        folder = partial / path.parent.relative_to(images)
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in range(times):
-            shutil.copy(path, folder / f"{path.stem}-{number}{path.suffix}")
-    return partial.rename(out)
+    with filled_once(out) as new:
+        for path in images.rglob("*") if new is not None else ():
+            for number in range(times if path.is_file() else 0):
+                name = f"{path.stem}-{number}{path.suffix}"
+                copy = new / path.parent.relative_to(images) / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
+    return out
+
+
+def link(source: Path, place: Path) -> None:
+    """Make `place`, in a folder that need not be there yet, a link to `source`."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(source.resolve())
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked to; nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def packed(source: Path, out: Path, **options: Any) -> Path:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from h5feed import pack
 from h5feed.bench import system
+from harness import link
 
 __all__ = ["RECIPES", "main"]
 
@@ -72,7 +72,8 @@ def _pack_all(cifar: Path, scenes: Path, scratch: Path) -> dict[str, tuple[Path,
     sides = []
     for split, count in (("train", 500), ("test", 200)):
         for folder in sorted((cifar / split).iterdir()):
-            _link(sorted(folder.iterdir())[:count], scratch / split / folder.name)
+            for path in sorted(folder.iterdir())[:count]:
+                link(path, scratch / split / folder.name / path.name)
         pack(scratch / split, scratch / f"{split}.h5")
         sides.append(scratch / f"{split}.h5")
     made["cifar"] = (sides[0], sides[1])
@@ -82,16 +83,11 @@ def _pack_all(cifar: Path, scenes: Path, scratch: Path) -> dict[str, tuple[Path,
         ("score", names[4::5]),
     ):
         for part in ("images", "masks"):
-            _link((scenes / part / name for name in some), scratch / side / part)
+            for name in some:
+                link(scenes / part / name, scratch / side / part / name)
         pack(scratch / side / "images", scratch / f"{side}.h5", masks=scratch / side / "masks")
     made["scenes"] = (scratch / "learn.h5", scratch / "score.h5")
     return made
-
-
-def _link(files: Iterable[Path], folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for path in files:
-        os.symlink(path.resolve(), folder / path.name)
 
 
 def _train(options: str, train: Path, val: Path, scratch: Path) -> dict[str, Any]:

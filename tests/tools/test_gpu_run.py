@@ -111,8 +111,8 @@ def test_the_ablation_measured_real_processes(results):
 
 
 def test_a_loader_that_fails_is_told_in_its_row(gpu_run, tmp_path):
+    from gpu.loaders import Way
     from gpu.loading import measure_loaders
-    from gpu.ways import Way
     from packed import random_images, write_packed
 
     def broken(_trial):
@@ -299,7 +299,7 @@ class FakeGpu:
 
 
 def test_memory_is_that_of_one_loader_among_several(gpu_run):
-    from gpu.memory import GpuShare
+    from gpu.loading import GpuShare
 
     gpu = FakeGpu()
     share = GpuShare(torch.device("cuda"), gpu)

@@ -31,6 +31,7 @@ from h5feed.train.models import Network
 from h5feed.train.precision import for_scoring
 from h5feed.train.tasks import evaluate
 from h5feed.train.trial import Trial, endless, kept, open_trial
+from harness import wait_for
 
 __all__ = ["recipe", "train_seeds"]
 
@@ -123,7 +124,7 @@ def _run(trial: Trial, config: TrainConfig, target: float) -> dict[str, Any]:
     fresh = build_network(config, data).net
     history: list[tuple[int, float, float]] = []
     with kept(step, world):
-        _wait(trial)
+        wait_for(world.device)
         began = time.perf_counter()
         _whiten(fresh, config.train)
         step.net.load_state_dict(fresh.state_dict())
@@ -164,8 +165,3 @@ def _score(trial: Trial, data: Data) -> float:
         flip = trial.config.recipe.test_flip
         scored = evaluate(net, data.val_loader, step.task, trial.world, step.autocast, flip=flip)
     return scored.metric
-
-
-def _wait(trial: Trial) -> None:
-    if trial.world.device.type == "cuda":
-        torch.cuda.synchronize(trial.world.device)

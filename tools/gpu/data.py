@@ -1,10 +1,6 @@
 """Images to train on: given folders, repeated as often as it takes, or drawn; and packed."""
 
-import os
-import shutil
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from h5feed import pack
 from h5feed.system import available_cores
+from harness import filled_once, link, packed
 
 __all__ = ["Photos", "draw_folder", "prepare_cifar", "prepare_photos", "repeat_folder"]
 
@@ -36,48 +32,30 @@ class Photos:
 def prepare_photos(given: Path | None, scratch: Path, *, count: int, side: int) -> Photos:
     """Return at least `count` photos, packed at `side` px, in `scratch` (used again if there)."""
     folder = scratch / f"{'drawn' if given is None else given.resolve().name}-{count}-{side}"
-    with _whole(folder) as new:
+    with filled_once(folder) as new:
         if new is not None and given is None:
             draw_folder(new, count, (side * 3 // 2, side * 2), classes=100)
         elif new is not None and given is not None:
             repeat_folder(given, new, count)
-    raw, jpeg = (folder.with_name(f"{folder.name}.{store}.h5") for store in ("raw", "jpeg"))
-    for path, store in ((raw, "raw"), (jpeg, "jpeg")):
-        if not path.exists():
-            pack(folder, path, size=str(side), store=store, overwrite=True)
+    raw, jpeg = (
+        packed(folder, folder.with_name(f"{folder.name}.{store}.h5"), size=side, store=store)
+        for store in ("raw", "jpeg")
+    )
     return Photos(folder=folder, raw=raw, jpeg=jpeg, drawn=given is None)
 
 
 def prepare_cifar(given: Path | None, scratch: Path, *, count: int) -> tuple[Path, Path, bool]:
     """Return CIFAR-10 packed at 32 px, for training and for scoring, and whether it was drawn."""
-    packed = []
+    files = []
     for split, part in (("train", count), ("test", max(1, count // 5))):
         folder = scratch / f"drawn-cifar-{split}-{part}" if given is None else given / split
         if given is None:
-            with _whole(folder) as new:
+            with filled_once(folder) as new:
                 if new is not None:
                     draw_folder(new, part, (32, 32), classes=10)
-        path = scratch / f"cifar-{split}{f'-drawn-{part}' if given is None else ''}.h5"
-        if not path.exists():
-            pack(folder, path, size="32", overwrite=True)
-        packed.append(path)
-    return packed[0], packed[1], given is None
-
-
-@contextmanager
-def _whole(folder: Path) -> Iterator[Path | None]:
-    """Yield a folder to fill, which is called `folder` once it is full; None if that is there.
-
-    So what an interrupted run had begun is never taken for the whole.
-    """
-    if folder.is_dir():
-        yield None
-        return
-    new = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    yield new
-    new.rename(folder)
+        name = f"cifar-{split}{f'-drawn-{part}' if given is None else ''}.h5"
+        files.append(packed(folder, scratch / name, size=32))
+    return files[0], files[1], given is None
 
 
 def repeat_folder(given: Path, folder: Path, count: int) -> None:
@@ -87,9 +65,7 @@ def repeat_folder(given: Path, folder: Path, count: int) -> None:
         raise SystemExit(f"--photos {given} holds no images: give a folder of class folders")
     for number in range(max(count, len(files))):
         source = files[number % len(files)].resolve()
-        place = folder / source.parent.name / f"{number // len(files)}-{source.name}"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.symlink(source, place)
+        link(source, folder / source.parent.name / f"{number // len(files)}-{source.name}")
 
 
 def draw_folder(folder: Path, count: int, size: tuple[int, int], classes: int) -> None:

@@ -1,5 +1,6 @@
 """The device's pass over a batch, without a loader: as torch runs it, and compiled."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from h5feed.augment import (
     ToDtype,
 )
 from h5feed.feed.random import SeededDraws
+from harness import in_turns, wait_for
 
 __all__ = ["measure_ops"]
 
@@ -73,7 +75,7 @@ def _measure(
     kernels = pipeline.compile_device()
     began = time.perf_counter()
     off = (run().float() - expected.float()).abs()
-    _wait(device)
+    wait_for(device)
     first = time.perf_counter() - began
     return {
         "eager_ms": eager,
@@ -86,16 +88,12 @@ def _measure(
 
 def _milliseconds(run: Callable[[], Any], repeats: int, device: torch.device) -> float:
     """Return the median time of a run; the device is waited for, so its launches count as well."""
-    times = []
-    for _ in range(repeats):
-        _wait(device)
+
+    def timed() -> float:
+        wait_for(device)
         began = time.perf_counter()
         run()
-        _wait(device)
-        times.append(time.perf_counter() - began)
-    return 1000 * sorted(times)[len(times) // 2]
+        wait_for(device)
+        return time.perf_counter() - began
 
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return 1000 * statistics.median(in_turns({"run": timed}, repeats)["run"])

@@ -2,12 +2,12 @@
 
 import json
 import statistics
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from h5feed.bench.ablate import Ablation
 from h5feed.bench.report import as_markdown, from_dict, markdown_table, number, save_plot
+from h5feed.plotting import INK, saved_figure
 
 __all__ = ["draw", "markdown"]
 
@@ -123,30 +123,22 @@ _SECTIONS = {"loaders": _loaders, "ablation": _ablation, "cifar": _cifar, "ops":
 
 def _draw_loaders(values: dict[str, Any], path: Path) -> None:
     """Images per second over loader threads; other loaders and the ceiling as lines."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    axes = figure.subplots()
     measured = [row for row in values["rows"] if row["images_per_second"]]
     series: dict[str, list[dict[str, Any]]] = {}
     for row in measured:
         series.setdefault(row["name"], []).append(row)
-    for name, rows in series.items():
-        rates = [row["images_per_second"] for row in rows]
-        if rows[0]["threads"] is None:
-            axes.axhline(rates[0], color="black", ls="--", lw=1, label=f"{name}: {rates[0]:,.0f}")
-        else:
-            axes.plot([row["threads"] for row in rows], rates, "o-", label=name)
     counts = sorted({row["threads"] for row in measured if row["threads"]})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("loader threads, or worker processes")
-    axes.set_ylabel("images per second")
-    axes.set_title(values["title"], fontsize=10, loc="left")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    caption = "\n".join(textwrap.wrap(_where(values), 150))
-    figure.supxlabel(caption, fontsize=7, x=0.01, ha="left")
-    figure.savefig(path)
+    words = {"title": values["title"], "caption": _where(values)}
+    with saved_figure(path, extra="bench", **words) as (_, (axes,)):
+        for name, rows in series.items():
+            rates = [row["images_per_second"] for row in rows]
+            if rows[0]["threads"] is None:
+                axes.axhline(rates[0], color=INK, ls="--", lw=1, label=f"{name}: {rates[0]:,.0f}")
+            else:
+                axes.plot([row["threads"] for row in rows], rates, "o-", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("loader threads, or worker processes")
+        axes.set_ylabel("images per second")
+        axes.legend()
