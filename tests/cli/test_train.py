@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from h5feed.cli.train import main
 from h5feed.train import TrainConfig, read_config, write_config
 from h5feed.train.config import OptimConfig
 from h5feed.train.log import read_metrics
+from h5feed.train.recipes import RECIPES
 from train.files import write_classes, write_scenes
 
 torch.set_num_threads(1)
@@ -87,6 +89,45 @@ def test_the_last_config_counts(paths, tmp_path):
     assert run_training_command(RunOptions, seen.append, **options) == 0
     assert seen[0].run == read_config(tmp_path / "a.json")
     assert seen[0].config == tmp_path / "a.json"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fills_the_options_and_what_is_given_counts_more(tmp_path, name):
+    seen = []
+    args = ["t.h5", "--recipe", name, "--epochs", "3", "--no-flip", "--no-alternating-flip"]
+    assert run_training_command(RunOptions, seen.append, prog="p", args=args) == 0
+    run = seen[0].run
+    assert (run.train, run.epochs, run.data.flip) == (Path("t.h5"), 3, False)
+    assert run.recipe.recipe == name
+    trees = [run, run.model, run.loss, run.data, run.recipe, run.optim, run.schedule]
+    found = {k: v for tree in trees for k, v in asdict(tree).items()}
+    expected = {**RECIPES[name].options, "epochs": 3, "alternating_flip": False}
+    assert {k: found[k] for k in expected} == expected
+    write_config(run, tmp_path / "config.json")
+    again = ["--config", str(tmp_path / "config.json"), "--lr", "0.125"]
+    assert run_training_command(RunOptions, seen.append, prog="p", args=again) == 0
+    assert seen[1].run.recipe == run.recipe
+    assert (seen[1].run.optim.lr, seen[1].run.epochs) == (0.125, 3)
+    args = [*again, f"--recipe={name}"]  # beside --config it counts more than what that says
+    assert run_training_command(RunOptions, seen.append, prog="p", args=args) == 0
+    assert seen[2].run.epochs == RECIPES[name].options["epochs"]
+
+
+def test_an_unknown_recipe_lists_what_there_is(capsys):
+    assert main(["t.h5", "--recipe", "mine"]) == 2
+    assert capsys.readouterr().err == (
+        "train-h5: --recipe 'mine' is not known: take torchvision-resnet50, timm-a3, "
+        "cifar-airbench or none\n"
+    )
+
+
+def test_a_run_says_what_its_recipe_is(paths, tmp_path, capsys):
+    options = ["--recipe", "cifar-airbench", "--no-curves"]
+    assert main(arguments(paths, tmp_path, *options, "--epochs", "1")) == 0
+    assert "recipe cifar-airbench, of Jordan 2024, arXiv:2404.00498;" in capsys.readouterr().err
+    config = read_config(tmp_path / "config.json")
+    assert (config.recipe.recipe, config.data.padding_mode) == ("cifar-airbench", "reflect")
+    assert (config.optim.lr, config.batch_size) == (0.01, 16)  # given in arguments()
 
 
 @pytest.mark.parametrize(

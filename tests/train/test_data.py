@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from h5feed.augment import (
+    AlternatingFlip,
     CenterCrop,
     ColorJitter,
     RandomCrop,
@@ -64,6 +65,20 @@ def config_for(paths, out, loader="h5loader", kind="classes", **options):
 
 def open_(*args, world=ALONE, **options):
     return open_data(config_for(*args, **options), world)
+
+
+def resumed(epoch, skip, *args, **options):
+    """The training loader at `epoch`, which another one began and left after `skip` batches."""
+    made = open_(*args, **options).train_loader(16)
+    made.set_epoch(epoch)
+    if skip:
+        iterator = iter(made)
+        for _ in range(skip):
+            next(iterator)
+        state = made.state_dict()
+        made = open_(*args, **options).train_loader(16)
+        made.load_state_dict(state)
+    return made
 
 
 def samples(batches):
@@ -139,15 +154,7 @@ def test_mean_and_deviation_are_the_pixels_own(paths, tmp_path, loader):
 @pytest.mark.parametrize("crop", ["random-resized", "random-crop"])
 def test_random_crops_are_a_function_of_seed_epoch_and_image(paths, tmp_path, loader, crop):
     def crops_of(seed, epoch, skip=0):
-        made = open_(paths, tmp_path, loader, crop=crop, seed=seed).train_loader(16)
-        made.set_epoch(epoch)
-        if skip:
-            iterator = iter(made)
-            for _ in range(skip):
-                next(iterator)
-            state = made.state_dict()
-            made = open_(paths, tmp_path, loader, crop=crop, seed=seed).train_loader(16)
-            made.load_state_dict(state)
+        made = resumed(epoch, skip, paths, tmp_path, loader, crop=crop, seed=seed)
         return torch.cat([images for images, _ in made])
 
     first = crops_of(0, 0)
@@ -495,3 +502,76 @@ def test_torchvision_jitters_and_erases_alike():
     assert [sorted(set(channel.flatten().tolist())) for channel in erased] == [
         [7, 200], [0, 7], [0, 7]
     ]  # fmt: skip
+
+
+def unbalanced(path):
+    images, labels = make_images(48)
+    labels[:] = 0
+    labels[:6] = 1
+    return write_packed(path, list(images), labels=labels, classes=("many", "few"))
+
+
+def test_balance_draws_each_class_as_often_and_resumes(tmp_path):
+    paths = {"classes": unbalanced(tmp_path / "u.h5")}
+    options = {"balance": True, "flip": False}
+
+    def epoch(epoch, skip=0):
+        return torch.cat([labels for _, labels in resumed(epoch, skip, paths, tmp_path, **options)])
+
+    drawn = torch.cat([epoch(number) for number in range(8)])
+    assert len(drawn) == 8 * 48
+    assert 0.4 < drawn.float().mean() < 0.6
+    assert epoch(3, skip=2).tolist() == epoch(3)[32:].tolist()
+    without = open_(paths, tmp_path, flip=False).train_loader(16)
+    assert torch.cat([labels for _, labels in without]).sum() == 6
+
+
+def test_repeats_come_in_a_row(paths, tmp_path):
+    made = open_(paths, tmp_path, aug_repeats=4, crop="random-crop").train_loader(16)
+    labels = torch.cat([labels for _, labels in made])
+    assert len(labels) == 48
+    assert (labels.view(12, 4) == labels.view(12, 4)[:, :1]).all()
+
+
+def test_sampling_that_cannot_be_is_one_sentence(paths, tmp_path):
+    def refused(match, **options):
+        data = open_(paths, tmp_path, **options)
+        with pytest.raises(UsageError, match=match):
+            data.train_loader(16)
+
+    refused(r"--balance needs one class an image, and .*labels\.h5 is for multi-label: leave it",
+            kind="labels", balance=True)  # fmt: skip
+    refused("--balance needs one class an image, and .* is for regression",
+            kind="targets", balance=True)  # fmt: skip
+    refused("--balance needs one class an image, and .* is for segmentation",
+            kind="scenes", ignore_index=7, balance=True)  # fmt: skip
+    refused("--balance is for --loader h5loader, and dataloader takes each image once an epoch",
+            loader="dataloader", balance=True)  # fmt: skip
+    refused("--aug-repeats 3 is for --loader h5loader, and imagefolder takes each image once",
+            loader="imagefolder", aug_repeats=3)  # fmt: skip
+    refused(r"AlternatingFlip\(\) has no counterpart in torchvision: leave it out, or take",
+            loader="dataloader", alternating_flip=True)  # fmt: skip
+
+
+def test_scoring_has_a_size_of_its_own(tmp_path):
+    large = {"classes": write_classes(tmp_path / "large.h5", count=16, size=256)}
+    sizes = {"crop": "auto", "batch_size": 8, "size": 96, "val_size": 128}
+    data = open_(large, tmp_path, **sizes, val_resize=140)
+    assert next(iter(data.train_loader(data.size)))[0].shape == (8, 3, 96, 96)
+    assert next(iter(data.val_loader))[0].shape == (8, 3, 128, 128)
+    config = DataConfig(val_resize=140)
+    expected = [Resize(140), CenterCrop(128)]
+    assert scoring_ops(config, 128, (256, 256), dense=False) == expected
+    assert scoring_ops(DataConfig(crop="none", val_resize=140), 128, None, dense=True) == expected
+    with pytest.raises(
+        UsageError, match="--val-resize 100 is less than the 128 px that are scored"
+    ):
+        open_(large, tmp_path, **sizes, val_resize=100)
+
+
+def test_airbenchs_crops_and_flips(paths, tmp_path):
+    config = DataConfig(
+        crop="random-crop", padding=2, padding_mode="reflect", alternating_flip=True
+    )
+    ops = training_ops(config, 32, (32, 32), dense=False)
+    assert ops == [RandomCrop(32, padding=2, padding_mode="reflect"), AlternatingFlip()]

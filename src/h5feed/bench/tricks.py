@@ -191,6 +191,9 @@ def plain(config: TrainConfig, images: Path | None) -> TrainConfig:
         persistent_workers=False,
         augment_on="cpu",
         residency="stream",
+        balance=False,  # stock loaders have none of these
+        aug_repeats=1,
+        alternating_flip=False,
     )
     return replace(
         config,

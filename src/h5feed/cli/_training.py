@@ -1,4 +1,7 @@
-"""What train-h5 and its tools share: the options of a run, and --config, which reads them back."""
+"""What train-h5 and its tools share: the options of a run, and where others of them come from.
+
+--config reads them back, --recipe fills them; what is given beside either counts more.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +13,7 @@ import tyro
 
 from h5feed.cli._common import run_command
 from h5feed.train import TrainConfig, read_config
+from h5feed.train.recipes import with_recipe
 
 __all__ = ["RunOptions", "run_training_command", "trained_in_words"]
 
@@ -35,25 +39,33 @@ def run_training_command(
 ) -> int:
     """Do `work` with a command's options, as `run_command` does."""
     given = sys.argv[1:] if args is None else list(args)
-    path = _config_path(given)
+    path, recipe = _value(given, "--config"), _value(given, "--recipe")
+
+    def default() -> _Options:
+        # tyro asks for what is MISSING, as it does where there is no default at all.
+        missing = TrainConfig(train=tyro.MISSING) if path is None else None
+        run = missing or read_config(Path(str(path)))
+        run = run if recipe is None else with_recipe(run, recipe)
+        return options(run=run, config=None if path is None else Path(path))
+
     return run_command(
         options,
         work,
         prog=prog,
         args=given,
-        default=None if path is None else lambda: options(run=read_config(path), config=path),
+        default=None if path is None and recipe is None else default,
         flag_pairs=True,
     )
 
 
-def _config_path(args: Sequence[str]) -> Path | None:
-    """Find the last --config before the other options are read: they change what it holds."""
+def _value(args: Sequence[str], option: str) -> str | None:
+    """Find the last value of an option before the others are read: they change what it holds."""
     found = None
     for number, arg in enumerate(args):
         name, equals, value = arg.partition("=")
-        if name == "--config":
+        if name == option:
             rest = [value] if equals else list(args[number + 1 : number + 2])
-            found = Path(rest[0]) if rest else None
+            found = rest[0] if rest else None
     return found
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RecipeConfig",
+    "RecipeName",
     "ScheduleConfig",
     "SpeedConfig",
     "TrainConfig",
@@ -42,6 +43,7 @@ CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
 DebugTool = Literal["off", "anomaly", "profile", "gradcheck", "nvtx"]
 ScalingRule = Literal["off", "linear", "sqrt"]
+RecipeName = Literal["none", "torchvision-resnet50", "timm-a3", "cifar-airbench"]
 OptimizerName = Literal["adamw", "sgd", "lars", "lamb", "novograd"]
 
 _USUAL_DECAY: dict[OptimizerName, float] = {
@@ -118,7 +120,7 @@ class LossConfig:
             if self.loss != "bce":
                 raise UsageError(
                     f"--bce-target-thresh {self.bce_target_thresh} does nothing with --loss "
-                    f"{self.loss}: give --loss bce, or leave it out"
+                    f"{self.loss}: give --loss bce, or --bce-target-thresh None"
                 )
 
 
@@ -151,7 +153,9 @@ class DataConfig:
     """random-resized (ImageNet's), random-crop (padded by an eighth: CIFAR's), or none;
     auto takes random-crop up to 64 px."""
     padding: int = -1
-    """Black pixels around each image before random-crop; -1 takes an eighth of its side."""
+    """Pixels around each image before random-crop; -1 takes an eighth of its side."""
+    padding_mode: Literal["constant", "reflect"] = "constant"
+    """What random-crop pads with: black, or the image mirrored at its edges."""
     color_jitter: float = 0.0
     """Change brightness, contrast and saturation of training images by factors within 1 - this
     and 1 + this (0.4 in ImageNet's recipes); 0 turns it off."""
@@ -160,11 +164,25 @@ class DataConfig:
     arXiv:1708.04896), filled with the mean color; 0 turns it off. Not for segmentation."""
     flip: bool = True
     """Mirror half of the images, left to right."""
+    alternating_flip: bool = False
+    """With --flip, mirror each image in every other epoch (arXiv:2404.00498), which ones first is
+    drawn once; h5loader's."""
+    balance: bool = False
+    """Draw images with replacement, each class as often as any other, as many as there are;
+    h5loader's, for one class an image."""
+    aug_repeats: int = 1
+    """Times that each image comes in a row, each time augmented anew (repeated augmentation, Hoffer
+    et al. 2020); an epoch is as long as without, and sees a part of the images. h5loader's."""
+    val_size: int = 0
+    """Side in pixels of the images that are scored; 0 takes --size."""
+    val_resize: int = 0
+    """Short side to which images are resized before their middle is scored; 0 takes 8/7 of the
+    side for photos (and where --crop is another, the whole image)."""
 
     def __post_init__(self) -> None:
         at_least(self, -1, "workers", "padding")
-        at_least(self, 1, "prefetch")
-        at_least(self, 0, "size", "color_jitter", "random_erase")
+        at_least(self, 1, "prefetch", "aug_repeats")
+        at_least(self, 0, "size", "color_jitter", "random_erase", "val_size", "val_resize")
         if self.random_erase > 1:
             raise UsageError(f"--random-erase {self.random_erase} is too large: it is a share")
 
@@ -173,6 +191,12 @@ class DataConfig:
 class RecipeConfig:
     """What today's recipes add to the plain loop."""
 
+    recipe: RecipeName = "none"
+    """Fill the options with those of a published training; what is given beside it counts more.
+    torchvision-resnet50: of torchvision's IMAGENET1K_V2 weights (80.9 %; pytorch.org/blog, Nov.
+    2021, and torchvision's references). timm-a3: of "ResNet strikes back" (78.1 %,
+    arXiv:2110.00476). cifar-airbench: of "94% on CIFAR-10 in 3.29 Seconds on a Single GPU"
+    (arXiv:2404.00498). A run says what is otherwise here."""
     mixup: float = 0.0
     """Alpha of mixup (Zhang et al. 2018); 0 turns it off."""
     cutmix: float = 0.0
@@ -194,7 +218,7 @@ class OptimConfig:
     """How weights move."""
 
     optimizer: OptimizerName = "adamw"
-    """adamw, or sgd with Nesterov momentum; for large batches lars, lamb or novograd."""
+    """adamw, or sgd with momentum; for large batches lars, lamb or novograd."""
     lr: float = 1e-3
     """Learning rate, at the schedule's highest."""
     lr_scaling: ScalingRule = "off"
@@ -202,6 +226,8 @@ class OptimConfig:
     (for the others); needs a warm-up."""
     lr_batch: int = 256
     """Batch size that --lr is meant for, with --lr-scaling."""
+    nesterov: bool = True
+    """sgd: Nesterov's momentum, rather than the plain one."""
     momentum: float = 0.9
     """Momentum of sgd and lars, first beta of the others; onecycle and cyclic move it around
     this, against the rate."""
@@ -268,7 +294,7 @@ class ScheduleConfig:
             if self.schedule == "cyclic":
                 raise UsageError(
                     f"--warmup {self.warmup} does nothing with --schedule cyclic, whose rate "
-                    "begins at a 25th of --lr and climbs: leave it out"
+                    "begins at a 25th of --lr and climbs: leave it out, or give --warmup None"
                 )
         at_least(self, 1, "cycles")
         above_zero(self, "step_every", "step_factor")

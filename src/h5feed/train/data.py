@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5feed.augment import (
+    AlternatingFlip,
     CenterCrop,
     ColorJitter,
     Op,
@@ -132,7 +133,7 @@ def open_data(config: TrainConfig, world: World) -> Data:
     if config.val is not None:
         val = _open(config.val, config)
         _check_alike(train.targets, val.targets, config.train, config.val)
-        val_loader = _scoring(config, world, val, batch_size, size)
+        val_loader = _scoring(config, world, val, batch_size, config.data.val_size or size)
     mean, std = _statistics(train, config, size)
     return Data(
         task=train.targets.task,
@@ -272,6 +273,7 @@ def _training(
     """Make the training loader for images of `size` px."""
     data, count, seed = config.data, len(train.dataset), config.seed
     check_batch(config, world, count)
+    _check_sampling(config, train.targets)
     ops = training_ops(
         data,
         size,
@@ -299,7 +301,27 @@ def _training(
         seed=seed,
         rank=world.rank,
         world_size=world.size,
+        **({"weights": "balanced"} if data.balance else {}),
+        **({"repeats": data.aug_repeats} if data.aug_repeats > 1 else {}),
     )
+
+
+def _check_sampling(config: TrainConfig, targets: _Targets) -> None:
+    """Raise UsageError where images cannot be drawn as they are asked for."""
+    data = config.data
+    asked = "--balance" if data.balance else f"--aug-repeats {data.aug_repeats}"
+    if not data.balance and data.aug_repeats == 1:
+        return
+    if data.loader not in ("h5loader", "synthetic"):
+        raise UsageError(
+            f"{asked} is for --loader h5loader, and {data.loader} takes each image once an epoch: "
+            "leave it out"
+        )
+    if data.balance and targets.task != "classification":
+        raise UsageError(
+            f"--balance needs one class an image, and {config.train} is for {targets.task}: leave "
+            "it out"
+        )
 
 
 def _scoring(
@@ -497,9 +519,11 @@ def training_ops(
     if crop == "random-crop":
         padding = max(1, size // 8) if config.padding < 0 else config.padding
         mask_fill = ignore_index if dense else 0
-        ops.append(RandomCrop(size, padding=padding, mask_fill=mask_fill))
+        ops.append(
+            RandomCrop(size, padding=padding, padding_mode=config.padding_mode, mask_fill=mask_fill)
+        )
     if config.flip:
-        ops.append(RandomHorizontalFlip())
+        ops.append(AlternatingFlip() if config.alternating_flip else RandomHorizontalFlip())
     if jitter := config.color_jitter:
         ops.append(ColorJitter(jitter, jitter, jitter))
     if config.random_erase:
@@ -522,14 +546,27 @@ def scoring_ops(
     >>> scoring_ops(DataConfig(), 224, (256, 256), dense=False)
     [Resize(size=256, ...), CenterCrop(size=224, ...)]
     """
+    resized = config.val_resize
+    if 0 < resized < size:
+        raise UsageError(
+            f"--val-resize {resized} is less than the {size} px that are scored: give at least "
+            "those, or a smaller --val-size"
+        )
     if config.crop in ("auto", "random-resized") and size > _SMALL and not dense:
-        return [Resize(round(size * 8 / 7)), CenterCrop(size)]
+        resized = resized or round(size * 8 / 7)
+    if resized:
+        return [Resize(resized), CenterCrop(size)]
     return [] if stored == (size, size) else [Resize((size, size))]
 
 
 def to_torchvision(ops: Sequence[Op]) -> Any:
     """Return torchvision's transform that does the same; the ops have its names and arguments."""
     v2 = require("torchvision.transforms.v2", "train")
+    if strange := [op for op in ops if not hasattr(v2, type(op).__name__)]:
+        raise UsageError(
+            f"{strange[0]!r} has no counterpart in torchvision: leave it out, or take --loader "
+            "h5loader"
+        )
     made = [getattr(v2, type(op).__name__)(**_arguments(op)) for op in ops]
     return v2.Compose(made) if made else v2.Identity()
 

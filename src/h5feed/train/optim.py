@@ -54,7 +54,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     }
     if config.optimizer == "adamw":
         return AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999), **how)
-    nesterov = config.momentum > 0
+    nesterov = config.nesterov and config.momentum > 0
     return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, **how)
 
 

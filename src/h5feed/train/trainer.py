@@ -65,6 +65,7 @@ from h5feed.train.precision import (
     make_autocast,
     make_scaler,
 )
+from h5feed.train.recipes import described
 from h5feed.train.tasks import Task, evaluate, make_task
 from h5feed.train.tricks import Ema, EpochLoaders, find_blocks, image_size, mix_batch
 
@@ -326,7 +327,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Tr
     facts: dict[str, Any] = {
         "model": config.model.model,
         "num_outputs": data.num_outputs,
-        "size": data.size,
+        "size": config.data.val_size or data.size,  # that it is to be used at
         "dropped_biases": built.dropped_biases,
         "steps_per_epoch": steps_per_epoch,
     }
@@ -350,7 +351,7 @@ def prepare(config: TrainConfig, data: Data, world: World, precision: str) -> Tr
         best=progress["best"],
         classes=data.classes,
     )
-    for note in built.notes:
+    for note in (*built.notes, *described(config.recipe.recipe)):
         recorder.say(note)
     return Trainer(
         config=config,
