@@ -104,7 +104,7 @@ def test_natural_order_numbers_classes_as_timm_does(root):
     assert opened(root, text, class_order="natural").classes == ("class2", "class10")
     for text, what in (
         ("path,label\na/1.jpg,3\n", "the class numbers of column 'label'"),
-        ("path,target\na/1.jpg,3\n", "a manifest without classes"),
+        ("path,target\na/1.jpg,3\n", "a table without classes"),
     ):
         with pytest.raises(UsageError, match=f"class_order=natural numbers class names, .* {what}"):
             opened(root, text, class_order="natural")
@@ -262,6 +262,19 @@ def test_tsv_and_jsonl_say_the_same_as_csv(root):
         np.testing.assert_array_equal(source.labels, [[0.25], [1.0]])
 
 
+@pytest.mark.parametrize("column", ["id", "Id", "image_id", "img", "file_id"])
+def test_ids_are_paths_where_they_name_files(root, column):
+    source = opened(root, f"{column},label\na/1,cat\nb/3,dog\n")
+    assert (keys(source), source.classes) == (["a/1.jpg", "b/3.jpg"], ("cat", "dog"))
+    assert refusal(root, f"{column},label\n1,0\n").startswith("…/list.csv: no column of paths")
+
+
+def test_images_that_are_listed_twice_are_items_twice_and_said(root):
+    source = opened(root, "path,label\na/1.jpg,0\na/2.jpg,1\na/1.jpg,1\n./a/1.jpg,0\n")
+    assert keys(source) == ["a/1.jpg", "a/2.jpg", "a/1.jpg", "a/1.jpg"]
+    assert source.notes == ("listed more than once: 1 image",)
+
+
 def test_a_byte_order_mark_and_windows_lines_do_not_matter(root):
     assert keys(opened(root, b"\xef\xbb\xbfpath,label\r\na/1.jpg,0\r\n")) == ["a/1.jpg"]
 
@@ -314,8 +327,8 @@ def test_two_classes_of_one_name_are_refused(root):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("", "manifest '…/list.csv' lists no images"),
-        ("path,label\n", "manifest '…/list.csv' lists no images"),
+        ("", "…/list.csv lists no images"),
+        ("path,label\n", "…/list.csv lists no images"),
         (
             "name,label\nx,0\n",
             "…/list.csv: no column of paths among name, label: say which it is, as --path-column "
@@ -368,8 +381,8 @@ def test_two_classes_of_one_name_are_refused(root):
         (
             "id,path,age,y\n0,a/1.jpg,1,2\n",
             "…/list.csv: columns 'age', 'y' are neither label, class nor target: say which are "
-            "numbers to predict, as --targets y, or which are labels, as --label-column y, or "
-            "leave them out",
+            "numbers to predict, as --targets y, which are labels, as --label-column y, or which "
+            "to keep as fields, as --field y, or leave them out",
         ),
         (
             "path\na/9.jpg\n",
@@ -451,7 +464,7 @@ def test_what_is_no_json_is_named_by_line(root):
 
 def test_what_is_no_manifest_is_one_sentence(root):
     text = refusal(root, "x", "list.txt")
-    assert text == "manifest '…/list.txt' is not a .csv, .tsv or .jsonl file"
+    assert text == "manifest '…/list.txt' is not a .csv, .tsv, .jsonl or .parquet file"
     with pytest.raises(UsageError, match=r"manifest '.*gone.csv' does not exist"):
         open_source(root, manifest=root / "gone.csv")
     os.mkfifo(root.parent / "pipe.csv")

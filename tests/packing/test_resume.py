@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing import encode, journal, output, pack, run, workers
+from h5feed.packing import encode, journal, output, pack, run, sources, workers
 from h5feed.packing.output import OutputPaths
 from h5feed.store.check import check_file
 from packing.folders import make_folder, make_image, make_masks, names, sha256
@@ -146,7 +146,7 @@ def test_what_is_done_is_not_done_again(folder, out, encoded, monkeypatch):
 
 def test_a_busy_worker_dies_with_the_coordinator(folder, out, monkeypatch):
     """It does not look at its pipe while it decodes; the system has to end it."""
-    monkeypatch.setattr(encode, "read_file", lambda path, **limits: time.sleep(600))
+    monkeypatch.setattr(sources, "read_file", lambda path, **limits: time.sleep(600))
     child = in_child(lambda: pack(folder, out, size=SIZE, num_workers=2))
     try:
         wait_until(lambda: len(alive(child)) == 3)
@@ -199,17 +199,17 @@ def test_death_at_the_last_rename(folder, out, encoded, monkeypatch, when):
 @pytest.mark.usefixtures("_small_steps")
 def test_interrupted_by_the_keyboard(folder, out, monkeypatch):
     seen = iter(range(12))
-    read = encode.read_file
+    read = sources.read_file
 
     def press(path, **limits):
         if next(seen, None) is None:
             raise KeyboardInterrupt
         return read(path, **limits)
 
-    monkeypatch.setattr(encode, "read_file", press)
+    monkeypatch.setattr(sources, "read_file", press)
     with pytest.raises(KeyboardInterrupt, match=r"^interrupted; \d+ of 24 images are kept in .*"):
         pack(folder, out, size=SIZE, num_workers=0)
-    monkeypatch.setattr(encode, "read_file", read)
+    monkeypatch.setattr(sources, "read_file", read)
     assert pack(folder, out, size=SIZE, num_workers=0, resume=True).resumed >= 8
 
 

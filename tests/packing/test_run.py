@@ -334,6 +334,7 @@ def test_a_data_frame_is_a_manifest(folder, out):
         ),
         ({"label_delimiter": "", "manifest": "x.csv"}, "label_delimiter='' is empty: give what"),
         ({"manifest": [("a.jpg", 1)]}, "manifest is a list: give the path of a csv, tsv or jsonl"),
+        ({"extensions": ["gif"]}, "extensions=gif: 'gif' is no end of a name: give them in small"),
         ({"class_order": "timm"}, "class_order='timm' is not one of sorted, natural"),
         ({"background": 255}, "background=255 is no color: give red, green, blue"),
         ({"background": (0, 0, 256)}, "background=256 is out of range"),

@@ -8,6 +8,7 @@ import pytest
 from h5feed import progress
 from h5feed.errors import PackError, UsageError
 from h5feed.packing import sources
+from h5feed.packing.items import EXTENSIONS
 from h5feed.packing.sources import open_source
 
 SAMPLES = Path(__file__).parents[2] / "data_samples"
@@ -68,8 +69,27 @@ def test_the_samples_are_imagefolders_too():
     assert source.labels.tolist() == targets
 
 
-def test_gif_is_taken_beside_torchvisions_extensions(tmp_path):
-    assert keys(open_source(touch(tmp_path, "a/1.GIF", "a/2.gif"))) == ["a/1.GIF", "a/2.gif"]
+def test_extensions_are_torchvisions_unless_others_are_named(tmp_path):
+    folder = pytest.importorskip("torchvision.datasets.folder")
+    assert EXTENSIONS == folder.IMG_EXTENSIONS
+    touch(tmp_path, "a/1.GIF", "a/2.gif", "a/3.jpg", "a/4.jpe", "b/5.jpg")
+    source = open_source(tmp_path)
+    assert keys(source) == as_imagefolder(tmp_path)[1] == ["a/3.jpg", "b/5.jpg"]
+    ends = ".jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp"
+    assert source.notes == (
+        "left out, as ImageFolder does: 2 .gif files, 1 .jpe file; --extensions "
+        f"{ends} .gif .jpe takes them",
+    )
+    assert keys(open_source(tmp_path, extensions=[".gif", ".jpg"])) == [
+        "a/1.GIF", "a/2.gif", "a/3.jpg", "b/5.jpg",
+    ]  # fmt: skip
+    (tmp_path / "b" / "5.jpg").unlink()
+    touch(tmp_path, "b/6.gif")
+    assert refusal(UsageError, tmp_path).startswith("no images (.jpg, .jpeg, ")
+    assert refusal(UsageError, tmp_path / "b") == (
+        f"SRC '{tmp_path}/b' holds no images ({ends.replace(' ', ', ')}); left out, as "
+        f"ImageFolder does: 1 .gif file; --extensions {ends} .gif takes them"
+    )
 
 
 def test_names_that_are_no_utf8_keep_their_bytes(tmp_path):
@@ -114,8 +134,8 @@ def test_a_link_to_a_folder_above_is_refused(tmp_path):
 
 
 def test_a_flat_folder_has_no_labels(tmp_path):
-    source = open_source(touch(tmp_path, "b.jpg", "a.PNG", "10.gif", "notes.txt"))
-    assert keys(source) == ["10.gif", "a.PNG", "b.jpg"]
+    source = open_source(touch(tmp_path, "b.jpg", "a.PNG", "10.webp", "notes.txt"))
+    assert keys(source) == ["10.webp", "a.PNG", "b.jpg"]
     assert source.labels.tolist() == [-1, -1, -1]
     assert source.classes == ()
 

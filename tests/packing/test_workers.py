@@ -15,7 +15,7 @@ import torch
 from PIL import ImageFile
 
 from h5feed.errors import PackError
-from h5feed.packing import encode, journal, pack, workers
+from h5feed.packing import encode, journal, pack, sources, workers
 from h5feed.packing.workers import pack_here
 from packing.folders import names, sha256
 
@@ -176,9 +176,9 @@ def test_no_process_is_left_behind(folder, out):
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-@pytest.mark.parametrize("at", ["fit_image", "read_file"])
+@pytest.mark.parametrize("at", [(encode, "fit_image"), (sources, "read_file")])
 def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkeypatch, error, at):
-    done, whole = [], getattr(encode, at)
+    done, whole = [], getattr(*at)
 
     def run_out(*args, **options):
         if len(done) == 8:
@@ -188,7 +188,7 @@ def test_memory_that_runs_out_ends_the_run_and_skips_nothing(folder, out, monkey
 
     monkeypatch.setattr(workers, "_MOST_IMAGES", 2)
     with monkeypatch.context() as short:
-        short.setattr(encode, at, run_out)
+        short.setattr(*at, run_out)
         with pytest.raises(PackError) as caught:
             pack(folder, out, size=SIZE, num_workers=0)
     assert str(caught.value).startswith("out of memory at cats/008.jpg: fewer --workers or a small")

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing.manifest import Table
+from h5feed.packing.items import Table
 from h5feed.store.fields import FieldType, FieldValues
 from h5feed.text import counted
 

@@ -106,8 +106,16 @@ def memory_cap(max_pixels: int) -> int:
     return BYTES_PER_PIXEL * max_pixels + _SPARE_BYTES
 
 
-def read_file(path: bytes, *, max_pixels: int = MAX_PIXELS, most: int | None = None) -> bytes:
+def read_file(
+    path: bytes,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    most: int | None = None,
+    extent: tuple[int, int] | None = None,
+) -> bytes:
     """Read a file, its first `most` bytes where that is given.
+
+    `extent` is where the file lies in another one, which `path` names: first byte and length.
 
     Without Python's buffering, which costs small files 10 µs each. Raises DecodeError where
     it is not a regular file or too large to decode, and OSError.
@@ -117,7 +125,7 @@ def read_file(path: bytes, *, max_pixels: int = MAX_PIXELS, most: int | None = N
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise DecodeError("not a regular file")
-        size = status.st_size
+        at, size = extent or (0, status.st_size)
         if size > memory_cap(max_pixels):
             raise DecodeError(
                 "file too large",
@@ -125,7 +133,9 @@ def read_file(path: bytes, *, max_pixels: int = MAX_PIXELS, most: int | None = N
                 f"max_pixels={max_pixels}",
             )
         size = size if most is None else min(size, most)
-        data = os.read(handle, size + (most is None))
+        if at:
+            os.lseek(handle, at, os.SEEK_SET)
+        data = os.read(handle, size + (most is None and extent is None))
         while len(data) < size:
             more = os.read(handle, size - len(data))
             if not more:

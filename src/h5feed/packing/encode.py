@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from h5feed.errors import PackError
 from h5feed.jpeg import MAX_JPEG_SIDE, encode_jpeg, restart_segments, rgb_to_nv12
-from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_mask, decode_rgb, read_file
+from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_rgb
+from h5feed.packing.items import ImageSource
 from h5feed.packing.options import PackOptions
 from h5feed.packing.resize import Box, fit_image, fit_mask
-from h5feed.packing.sources import DatasetSource, FolderSource
+from h5feed.packing.sources import DatasetSource
 from h5feed.store.layout import FieldSpec, payload_names, segment_offsets
 from h5feed.system import is_out_of_memory
 
@@ -32,7 +33,7 @@ _OF_THE_SYSTEM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS)
 class Job:
     """What every worker knows: where images come from and what they become."""
 
-    source: FolderSource | DatasetSource
+    source: ImageSource | DatasetSource
     specs: tuple[FieldSpec, ...]
     options: PackOptions
 
@@ -171,7 +172,7 @@ def _load(job: Job, index: int) -> tuple[Pixels, int]:
     if isinstance(job.source, DatasetSource):
         return job.source.rgb(index), 0
     options = job.options
-    data = read_file(job.source.path(index), max_pixels=options.max_pixels)
+    data = job.source.read(index, max_pixels=options.max_pixels)
     rgb = decode_rgb(data, background=options.background, max_pixels=options.max_pixels)
     return rgb, len(data)
 
@@ -187,12 +188,10 @@ def _encode_pixels(job: Job, pixels: Pixels) -> tuple[Payload, ...]:
 
 
 def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
-    assert isinstance(job.source, FolderSource)
-    path = job.source.mask_path(index)
-    if path is None:
+    assert isinstance(job.source, ImageSource)
+    mask = job.source.mask(index, max_pixels=job.options.max_pixels)
+    if mask is None:
         raise DecodeError("no mask")
-    most = job.options.max_pixels
-    mask = decode_mask(read_file(path, max_pixels=most), max_pixels=most)
     if mask.shape != shape:
         sizes = f"mask {mask.shape[0]}x{mask.shape[1]}, image {shape[0]}x{shape[1]}"
         raise DecodeError("mask of another size", sizes)
@@ -201,9 +200,9 @@ def _mask(job: Job, index: int, shape: tuple[int, int]) -> Payload:
 
 def _original(job: Job, index: int) -> _Item:
     """Return a JPEG file's own bytes, decoded once to know that they can be."""
-    assert isinstance(job.source, FolderSource)
+    assert isinstance(job.source, ImageSource)
     options = job.options
-    data = read_file(job.source.path(index), max_pixels=options.max_pixels)
+    data = job.source.read(index, max_pixels=options.max_pixels)
     is_jpeg = data.startswith(_JPEG_MAGIC)
     if data and not is_jpeg and options.non_jpeg == "refuse":
         raise PackError(

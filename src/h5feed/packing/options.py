@@ -10,7 +10,7 @@ from tyro.conf import UseAppendAction, arg
 
 from h5feed.errors import UsageError
 from h5feed.jpeg import MAX_PIXELS
-from h5feed.packing.manifest import ClassOrder
+from h5feed.packing.items import EXTENSIONS, ClassOrder
 from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spec
 
 __all__ = ["PackOptions", "field_specs"]
@@ -49,8 +49,8 @@ class PackOptions:
     quality: int = 90
     """JPEG quality, 1 to 100, wherever packing encodes."""
     manifest: Path | None = None
-    """A csv, tsv or jsonl file of paths with labels, classes or numeric targets: columns path,
-    label (class numbers or names), class (names), target or target_…."""
+    """A csv, tsv, jsonl or parquet file of paths with labels, classes or numeric targets: columns
+    path, label (class numbers or names), class (names), target or target_…."""
     path_column: str | None = None
     """The manifest's column of paths, whatever it is called; ids without extension will do."""
     label_column: str | None = None
@@ -73,6 +73,9 @@ class PackOptions:
     the images, their classes and keypoints, kept as further fields."""
     masks: Path | None = None
     """A folder of masks, one per image: the same relative path but for the extension."""
+    extensions: tuple[str, ...] = EXTENSIONS
+    """Which files of a folder are images, by the ends of their names: torchvision ImageFolder's.
+    GIFs are others. A manifest may name any file."""
     class_order: ClassOrder = "sorted"
     """How class names are numbered.
     sorted: as torchvision's ImageFolder does (class10 before class2).
@@ -121,6 +124,12 @@ class PackOptions:
         for value in self.background:
             _in_range("background", value, 0, 255)
         _in_range("mask_fill", self.mask_fill, 0, 255)
+        for end in self.extensions or ("",):
+            if not end.startswith(".") or end != end.lower():
+                raise UsageError(
+                    f"extensions={' '.join(self.extensions)}: {end!r} is no end of a name: give "
+                    "them in small letters, with their dots, such as .jpg .gif"
+                )
         self._check_companions()
 
     def content(self) -> dict[str, Any]:
@@ -131,6 +140,7 @@ class PackOptions:
             named[name] = None if named[name] is None else named[name].name
         return named | {
             "background": list(self.background),
+            "extensions": list(self.extensions),
             "class_columns": list(self.class_columns),
             "targets": list(self.targets),
             "fields": list(self.fields),

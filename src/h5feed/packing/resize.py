@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from h5feed.errors import PackError, UsageError
 from h5feed.jpeg import MAX_JPEG_SIDE
-from h5feed.packing.decode import NOT_AN_IMAGE, TOO_LARGE, DecodeError, read_file, read_size
+from h5feed.packing.decode import NOT_AN_IMAGE, TOO_LARGE, DecodeError, read_size
+from h5feed.packing.items import ImageSource
 from h5feed.packing.options import PackOptions
-from h5feed.packing.sources import DatasetSource, FolderSource
+from h5feed.packing.sources import DatasetSource
 from h5feed.progress import Progress
 from h5feed.store.layout import MAX_ITEM_PIXELS, FieldSpec
 
@@ -34,13 +35,12 @@ Box = tuple[int, int, int, int]
 """Top, left, height, width in pixels."""
 
 MAX_AUTO_SIZE = 512
-_SAMPLED_FILES = 2000
 _SAMPLED_ITEMS = 100
 _HEAD_BYTES = 64 << 10
 
 
 def stored_size(
-    source: FolderSource | DatasetSource, options: PackOptions, *, progress: bool = False
+    source: ImageSource | DatasetSource, options: PackOptions, *, progress: bool = False
 ) -> tuple[int, int] | None:
     """Return (height, width) in pixels, or None where images keep their own size.
 
@@ -62,7 +62,7 @@ def stored_size(
     return side, side
 
 
-def _short_sides(source: FolderSource | DatasetSource, options: PackOptions) -> Iterator[int]:
+def _short_sides(source: ImageSource | DatasetSource, options: PackOptions) -> Iterator[int]:
     if isinstance(source, DatasetSource):
         for index in _sample(len(source), _SAMPLED_ITEMS):
             try:
@@ -70,9 +70,9 @@ def _short_sides(source: FolderSource | DatasetSource, options: PackOptions) -> 
             except DecodeError:
                 continue
         return
-    for index in _sample(len(source), _SAMPLED_FILES):
+    for index in _sample(len(source), source.sampled):
         try:
-            yield min(_read_size(source.path(index), options.max_pixels))
+            yield min(_read_size(source, index, options.max_pixels))
         except (DecodeError, OSError):
             continue
 
@@ -81,15 +81,15 @@ def _sample(count: int, most: int) -> range:
     return range(0, count, max(1, -(-count // most)))
 
 
-def _read_size(path: bytes, max_pixels: int) -> tuple[int, int]:
-    head = read_file(path, max_pixels=max_pixels, most=_HEAD_BYTES)
+def _read_size(source: ImageSource, index: int, max_pixels: int) -> tuple[int, int]:
+    head = source.read(index, max_pixels=max_pixels, most=_HEAD_BYTES)
     try:
         return read_size(head, max_pixels=max_pixels)
     except DecodeError as ex:
         # A TIFF's directory may lie at the end, a JPEG's behind a large thumbnail.
         if len(head) < _HEAD_BYTES or ex.reason in (NOT_AN_IMAGE, TOO_LARGE):
             raise
-    return read_size(read_file(path, max_pixels=max_pixels), max_pixels=max_pixels)
+    return read_size(source.read(index, max_pixels=max_pixels), max_pixels=max_pixels)
 
 
 def auto_size(short_sides: Iterable[int]) -> int:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.packing.encode import BlockResult, Job
+from h5feed.packing.items import EXTENSIONS, ClassOrder, ImageSource
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_blocks, lock
-from h5feed.packing.manifest import ClassOrder
 from h5feed.packing.options import PackOptions, field_specs
 from h5feed.packing.output import (
     OutputPaths,
@@ -26,7 +26,7 @@ from h5feed.packing.output import (
     versions,
 )
 from h5feed.packing.resize import stored_size
-from h5feed.packing.sources import DatasetSource, FolderSource, open_source
+from h5feed.packing.sources import DatasetSource, open_source
 from h5feed.packing.summary import PackSummary, describe_fit, label_numbers
 from h5feed.packing.workers import Outputs, pack_images
 from h5feed.progress import Progress
@@ -52,6 +52,7 @@ def pack(
     fields: Sequence[str] = (),
     annotations: str | os.PathLike[str] | None = None,
     masks: str | os.PathLike[str] | None = None,
+    extensions: Sequence[str] = EXTENSIONS,
     class_order: ClassOrder = "sorted",
     background: tuple[int, int, int] = (255, 255, 255),
     mask_fill: int = 0,
@@ -104,6 +105,7 @@ def pack(
         fields=tuple(fields),
         annotations=None if annotations is None else Path(annotations),
         masks=None if masks is None else Path(masks),
+        extensions=tuple(extensions),
         class_order=class_order,
         background=background,
         mask_fill=mask_fill,
@@ -161,7 +163,7 @@ def _is_path(source: Any) -> bool:
     return isinstance(source, str | os.PathLike)
 
 
-def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | DatasetSource:
+def _open(source: Any, options: PackOptions, progress: bool) -> ImageSource | DatasetSource:
     if _is_path(source):
         return open_source(
             source,
@@ -174,6 +176,7 @@ def _open(source: Any, options: PackOptions, progress: bool) -> FolderSource | D
             fields=options.fields,
             annotations=options.annotations,
             masks=options.masks,
+            extensions=options.extensions,
             class_order=options.class_order,
             allow_empty=options.allow_empty,
             progress=progress,
@@ -229,7 +232,7 @@ def _resume_or_begin(
     """Return what an earlier run had done, as far as that is really there; or start again."""
     source = job.source
     header = Header(
-        source=source.digest(progress=progress) if isinstance(source, FolderSource) else "",
+        source=source.digest(progress=progress) if isinstance(source, ImageSource) else "",
         count=len(source),
         content=job.options.content(),
         versions=versions(),
@@ -295,7 +298,7 @@ def _fill(paths: OutputPaths, results: Results, journal: Journal, progress: bool
 
 def _is_kept(results: Results, journal: Journal) -> bool:
     """Whether there is something to resume from: a dataset starts again each time."""
-    return bool(journal.stop and results.count) and isinstance(results.job.source, FolderSource)
+    return bool(journal.stop and results.count) and isinstance(results.job.source, ImageSource)
 
 
 def _explain(

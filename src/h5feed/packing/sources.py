@@ -1,12 +1,11 @@
 """What is to be packed: the images of a folder, a manifest or a dataset, and their masks."""
 
-import hashlib
 import operator
 import os
 import re
 import shlex
-import struct
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
@@ -19,15 +18,18 @@ from PIL import Image
 
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.annotations import read_annotations
-from h5feed.packing.decode import DAMAGED, DecodeError, image_to_rgb
-from h5feed.packing.manifest import (
+from h5feed.packing.decode import DAMAGED, DecodeError, decode_mask, image_to_rgb, read_file
+from h5feed.packing.items import (
     EXTENSIONS,
+    FURTHER_EXTENSIONS,
     ClassOrder,
-    ColumnOptions,
+    ImageSource,
     Table,
-    read_manifest,
+    file_status,
     sorted_classes,
 )
+from h5feed.packing.manifest import read_manifest
+from h5feed.packing.tables import ColumnOptions
 from h5feed.progress import Progress
 from h5feed.store.fields import FieldValues
 from h5feed.system import is_out_of_memory
@@ -43,8 +45,8 @@ _MASK_ENDS = _MASK_EXTENSIONS + tuple(end.upper() for end in _MASK_EXTENSIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderSource(Table):
-    """N images, their labels and, where there are any, their masks."""
+class FolderSource(ImageSource):
+    """Images that are files below a folder and, where there are any, their masks."""
 
     root: Path
     mask_root: Path | None = None
@@ -55,6 +57,10 @@ class FolderSource(Table):
         """Return the path of an item's image."""
         return os.path.join(os.fsencode(self.root), self.key(index))
 
+    def read(self, index: int, *, max_pixels: int, most: int | None = None) -> bytes:
+        """Return the bytes of an item's file, the first `most` of them."""
+        return read_file(self.path(index), max_pixels=max_pixels, most=most)
+
     def mask_path(self, index: int) -> bytes | None:
         """Return the path of an item's mask; None in a source without masks."""
         if self.mask_root is None or self.mask_ends is None:
@@ -62,33 +68,18 @@ class FolderSource(Table):
         end = _MASK_ENDS[self.mask_ends[index]]
         return os.path.join(os.fsencode(self.mask_root), _stem(self.key(index)) + end.encode())
 
-    def digest(self, *, progress: bool = False) -> str:
-        """Return a SHA-256 that changes with any key, size, time of change, label or class."""
-        digest = hashlib.sha256(
-            "\0".join(self.classes + self.targets).encode("utf-8", "surrogateescape")
-        )
-        columns: list[npt.NDArray[Any]] = [self.key_offsets, self.key_bytes, self.labels]
-        for name, values in sorted(self.fields.items()):
-            digest.update(f"{name}\0{values.type}\0".encode())
-            columns += [values.data, *([] if values.offsets is None else [values.offsets])]
-        for column in columns:
-            digest.update(np.ascontiguousarray(column).data if column.size else b"")
-        with Progress(len(self), "looking at files", show=progress, brief=True) as bar:
-            for index in range(len(self)):
-                digest.update(_status(self.path(index)))
-                if (mask := self.mask_path(index)) is not None:
-                    digest.update(_status(mask))
-                bar.advance()
-        return digest.hexdigest()
+    def mask(self, index: int, *, max_pixels: int) -> npt.NDArray[np.uint8] | None:
+        """Return an item's mask, decoded; None in a source without masks."""
+        path = self.mask_path(index)
+        if path is None:
+            return None
+        return decode_mask(read_file(path, max_pixels=max_pixels), max_pixels=max_pixels)
 
-
-def _status(path: bytes) -> bytes:
-    """Return size in bytes and time of change in ns; zeros for a file that is gone."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return bytes(16)
-    return struct.pack("<qq", status.st_size, status.st_mtime_ns)
+    def statuses(self) -> Iterator[bytes]:
+        """Yield size and time of change of each image's file, and of its mask's."""
+        for index in range(len(self)):
+            mask = self.mask_path(index)
+            yield file_status(self.path(index)) + (b"" if mask is None else file_status(mask))
 
 
 def open_source(
@@ -103,6 +94,7 @@ def open_source(
     fields: Sequence[str] = (),
     annotations: str | os.PathLike[str] | None = None,
     masks: str | os.PathLike[str] | None = None,
+    extensions: Sequence[str] = EXTENSIONS,
     class_order: ClassOrder = "sorted",
     allow_empty: bool = False,
     progress: bool = False,
@@ -137,9 +129,8 @@ def open_source(
             )
             table = read_manifest(Path(manifest), folder, wanted, seen=bar.advance)
         else:
-            table = _read_folder(
-                folder, class_order=class_order, allow_empty=allow_empty, seen=bar.advance
-            )
+            kinds = _Extensions(extensions)
+            table = _read_folder(folder, kinds, class_order, allow_empty, seen=bar.advance)
     columns = {column.name: getattr(table, column.name) for column in dataclass_fields(table)}
     source = FolderSource(root=folder, **columns)
     if masks is None:
@@ -186,15 +177,48 @@ def _find_mask(stem: bytes) -> int | None:
 # --- folders: of class folders, or flat; in torchvision's order
 
 
+class _Extensions:
+    """Which files are images, by their names; counts those that only --extensions would take."""
+
+    def __init__(self, extensions: Sequence[str]) -> None:
+        self.ends = tuple(extensions)
+        self._others = tuple(end for end in FURTHER_EXTENSIONS if end not in self.ends)
+        self._left = Counter[str]()
+
+    def __contains__(self, name: str) -> bool:
+        name = name.lower()
+        if name.endswith(self.ends):
+            return True
+        if name.endswith(self._others):
+            self._left[os.path.splitext(name)[1]] += 1
+        return False
+
+    def __str__(self) -> str:
+        return ", ".join(self.ends)
+
+    def left(self) -> str:
+        """Say what was left out, "" where nothing was."""
+        if not self._left:
+            return ""
+        said = ", ".join(counted(n, f"{end} file") for end, n in sorted(self._left.items()))
+        wanted = " ".join((*self.ends, *sorted(self._left)))
+        return f"left out, as ImageFolder does: {said}; --extensions {wanted} takes them"
+
+
 def _read_folder(
-    root: Path, *, class_order: ClassOrder, allow_empty: bool, seen: Callable[[], None]
+    root: Path,
+    extensions: _Extensions,
+    class_order: ClassOrder,
+    allow_empty: bool,
+    *,
+    seen: Callable[[], None],
 ) -> Table:
     """Find the images of `root`; `seen` is called for each.
 
     Raises UsageError for a folder that holds splits, empty classes or nothing, PackError for
     what cannot be read.
     """
-    folders, loose = _scan(root, seen)
+    folders, loose = _scan(root, extensions, seen)
     classes = sorted_classes(folders, class_order)
     keys = _Keys(seen)
     notes: tuple[str, ...] = ()
@@ -203,7 +227,7 @@ def _read_folder(
         if loose:
             found = counted(len(loose), "image")
             notes = (f"left out, of no class: {found} beside the class folders",)
-        _add_classes(keys, root, classes, allow_empty)
+        _add_classes(keys, root, classes, extensions, allow_empty)
     else:
         if class_order != "sorted":
             raise UsageError(
@@ -213,8 +237,11 @@ def _read_folder(
         loose.sort(reverse=True)
         while loose:  # frees each name as its bytes are kept
             keys.keep(os.fsencode(loose.pop()), -1)
+    left = extensions.left()
     if not keys.labels:
-        raise UsageError(f"SRC {str(root)!r} holds no images ({', '.join(EXTENSIONS)})")
+        raise UsageError(f"SRC {str(root)!r} holds no images ({extensions}){left and '; '}{left}")
+    if left:
+        notes += (left,)
     return keys.table(tuple(classes), notes)
 
 
@@ -246,7 +273,9 @@ class _Keys:
         )
 
 
-def _scan(folder: Path, seen: Callable[[], None]) -> tuple[list[str], list[str]]:
+def _scan(
+    folder: Path, extensions: _Extensions, seen: Callable[[], None]
+) -> tuple[list[str], list[str]]:
     """Return the names of a folder's subfolders, and those of the images beside them."""
     folders, images = [], []
     try:
@@ -254,7 +283,7 @@ def _scan(folder: Path, seen: Callable[[], None]) -> tuple[list[str], list[str]]
             for entry in entries:
                 if entry.is_dir():
                     folders.append(entry.name)
-                elif entry.name.lower().endswith(EXTENSIONS):
+                elif entry.name in extensions:
                     images.append(entry.name)
                     seen()
     except OSError as ex:
@@ -279,27 +308,29 @@ def _refuse_splits(root: Path, classes: list[str]) -> None:
         )
 
 
-def _add_classes(keys: _Keys, root: Path, classes: list[str], allow_empty: bool) -> None:
+def _add_classes(
+    keys: _Keys, root: Path, classes: list[str], extensions: _Extensions, allow_empty: bool
+) -> None:
     empty = []
     for label, name in enumerate(classes):
         before = len(keys.labels)
-        for key in _walk(root, name):
+        for key in _walk(root, name, extensions):
             keys.add(key, label)
         if len(keys.labels) == before:
             empty.append(name)
     if empty and not allow_empty:
         raise UsageError(
-            f"no images ({', '.join(EXTENSIONS)}) in the class folders {', '.join(empty)} of "
+            f"no images ({extensions}) in the class folders {', '.join(empty)} of "
             f"{str(root)!r}: remove them, or keep them as classes with --allow-empty"
         )
 
 
-def _walk(root: Path, name: str) -> Iterator[bytes]:
+def _walk(root: Path, name: str, extensions: _Extensions) -> Iterator[bytes]:
     """Yield the keys of one class in torchvision's order: sorted(os.walk(class folder))."""
     start = len(os.path.join(root, ""))
     for folder, files in sorted(_folders(os.path.join(root, name))):
         for file in sorted(files):
-            if file.lower().endswith(EXTENSIONS):
+            if file in extensions:
                 key = os.path.join(folder, file)[start:]
                 yield os.fsencode(key.replace(os.sep, "/") if os.sep != "/" else key)
 
