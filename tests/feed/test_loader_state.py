@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import zlib
 
 import pytest
 import torch
@@ -348,3 +349,105 @@ def test_a_pass_that_delivered_nothing_loses_nothing_of_a_state(ds):
         iter(loader)
         assert loader.state_dict() == state
         assert len(by_index(loader)) == COUNT - 4
+
+
+# --- several ranks, killed ------------------------------------------------------------------------
+
+# One process imports torch, and forks a world after the other: each would take seconds alone.
+# Ranks say what they have through a pipe and wait for an answer, so that none goes before another.
+WORLDS = """
+    import json, multiprocessing, os, sys, zlib
+    import torch
+    from h5feed import H5Dataset, H5Loader
+    from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
+
+    paths, orders, folder = json.loads(sys.argv[1])
+    fork = multiprocessing.get_context("fork")
+
+    def rank_main(rank, size, states, place, pipe):
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo", f"file://{place}", rank=rank, world_size=size)
+        ds, found, passes = H5Dataset(paths), [], []
+        for order, state in zip(orders, states, strict=True):
+            loader = H5Loader(ds, 4, augment=(RandomResizedCrop(16), RandomHorizontalFlip()),
+                              seed=5, num_workers=2, with_index=True, **order)
+            if state is not None:
+                loader.load_state_dict(state)
+            seen, taken = {}, None
+            passes.append(iter(loader))  # which stays, with batches under way
+            for step, (images, _, indices) in enumerate(passes[-1]):
+                if step == 2 and state is None:
+                    break  # taken, and lost: saved was the state before
+                for image, index in zip(images, indices.tolist(), strict=True):
+                    seen.setdefault(index, []).append(zlib.crc32(image.numpy().tobytes()))
+                taken = loader.state_dict()
+            found.append((seen, taken, loader.stats()["repeated"]))
+        pipe.send(found)
+        pipe.recv()
+
+    def run(name, size, states, kill=False):
+        ranks = []
+        for rank in range(size):
+            here, there = fork.Pipe()
+            arguments = rank, size, states, os.path.join(folder, name), there
+            process = fork.Process(target=rank_main, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            ranks.append((process, here))
+        found = [here.recv() for _, here in ranks]
+        for process, here in ranks:
+            process.kill() if kill else here.send("go")
+        for process, _ in ranks:
+            process.join()
+            assert process.exitcode == (-9 if kill else 0), process.exitcode
+        return found
+
+    first = run("first", 2, [None] * len(orders), kill=True)
+    states = json.loads(json.dumps([state for _, state, _ in first[0]]))
+    rest = [run(f"then {size}", size, states) for size in (1, 3)]
+    json.dump([first, *rest], open(os.path.join(folder, "found.json"), "w"))
+"""
+ORDERS = [
+    {"shuffle": False},
+    {"shuffle": True},
+    {"shuffle": "block", "block": 3, "window": 2},
+    {"shuffle": "shards", "streams": 2, "window": 1},
+    {"shuffle": "shards"},
+]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Two ranks killed in the middle of an epoch, and what one and what three ranks go on with.
+
+    By order: [(samples' checksums of each rank, a rank's state, repeated samples)] of a world.
+    """
+    folder = tmp_path_factory.mktemp("worlds")
+    paths = [str(write_kind(folder / f"{n}.h5", "raw", count=n)) for n in (11, 17, 15)]
+    given = json.dumps([paths, ORDERS, str(folder)])
+    subprocess.run([sys.executable, "-c", textwrap.dedent(WORLDS), given], check=True, timeout=200)
+    found = json.loads((folder / "found.json").read_text())
+    return paths, [list(zip(*world, strict=True)) for world in found]
+
+
+@pytest.mark.parametrize("number", range(len(ORDERS)), ids=lambda k: str(ORDERS[k]))
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_killed_in_mid_epoch_go_on_as_one_or_three(worlds, number, size):
+    paths, (first, *rest) = worlds
+    expected = {}
+    with H5Loader(
+        H5Dataset(paths), 5, augment=CROP, seed=5, with_index=True, num_workers=1, **ORDERS[number]
+    ) as loader:
+        for images, _, indices in loader:
+            for image, index in zip(images, indices.tolist(), strict=True):
+                expected[str(index)] = [zlib.crc32(image.numpy().tobytes())]
+    assert len(expected) == 43
+    states = [state for _, state, _ in first[number]]
+    assert states[0] == states[1]
+    assert states[0]["consumed"] == 16
+    found = {}
+    for seen, _, repeated in [*first[number], *rest[(1, 3).index(size)][number]]:
+        assert repeated == 0
+        assert not found.keys() & seen.keys(), "a sample came twice"
+        found |= seen
+    assert found == expected
