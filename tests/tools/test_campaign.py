@@ -18,7 +18,7 @@ from unittest import mock
 sys.path.insert(0, sys.argv[1])
 import run
 from cases import PROGRAMS, Wrong
-from families import FAMILIES
+from run import FAMILIES
 from h5feed import H5Dataset, H5Loader
 from h5feed.store import gate
 

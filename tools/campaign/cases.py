@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from h5feed.cli import check, pack, show
 
 if TYPE_CHECKING:
-    from material import Material
+    from material import Kind, Material
 
 __all__ = [
     "Case",
@@ -87,6 +87,26 @@ class Case:
 
     def __post_init__(self) -> None:
         self.random = random.Random(f"{self.family} {self.seed}")
+
+    def kind(self) -> Kind:
+        """Return one of the ways to pack, with the file that it gives."""
+        return self.material.kinds[self.random.choice(sorted(self.material.kinds))]
+
+    def out(self) -> Path:
+        """Return where to pack to: x.h5 in a folder of its own."""
+        folder = self.folder / "out"
+        folder.mkdir()
+        return folder / "x.h5"
+
+    def copy(self, name: str = "x.h5") -> tuple[Kind, Path]:
+        """Return one of the ways to pack, and a copy of its file that may be damaged."""
+        kind, path = self.kind(), self.folder / name
+        shutil.copyfile(kind.path, path)
+        return kind, path
+
+    def workers(self) -> int:
+        """Return how many workers are to pack."""
+        return self.random.randint(0, 3)
 
     def note(self, text: object) -> None:
         """Write a line to what is kept of a case that fails."""

@@ -1,26 +1,22 @@
-"""Packing that is killed, resumed, changed beneath, damaged, or done by several at once."""
+"""Packing that is killed and resumed, or done by several at once."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
-import struct
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
 from cases import Case, Command, Result, Wrong, at_nth_event, check_manners
-from material import Kind, make_image, sha256
+from material import Kind, sha256
 
-__all__ = ["changed_source", "check_alone", "check_out", "concurrent", "damaged_journal", "kill"]
+__all__ = ["check_alone", "check_out", "concurrent", "kill"]
 
 
 def kill(case: Case) -> None:
     """Killed once to three times, anywhere; resumed by other worker counts; the same bytes."""
-    kind, out = _kind(case), _out(case)
+    kind, out = case.kind(), case.out()
     for _ in range(case.random.randint(1, 3)):
         _interrupt(case, kind, out)
         if out.exists() and sha256(out) != kind.sha256:
@@ -28,58 +24,9 @@ def kill(case: Case) -> None:
     _resume(case, kind, out)
 
 
-def changed_source(case: Case) -> None:
-    """What changed since the kill is refused, or does not matter; beginning anew takes it in."""
-    source, out = case.folder / "images", _out(case)
-    kind = case.material.kinds[case.random.choice(["raw", "keep", "jpeg", "original"])]
-    shutil.copytree(kind.source, source, copy_function=shutil.copy2)
-    args = (source, *kind.options)
-    _interrupt(case, kind, out, source=source)
-    if out.exists():
-        return
-    change = case.random.choice([_add, _remove, _touch, _rewrite, _rename, _options])
-    begun = _has_journal(out)
-    options = change(case, source)
-    case.note(f"{change.__name__} {options}")
-    result = case.run("pack-h5", *args, out, *options, "--resume", "--workers", _workers(case))
-    if result.status == 0 and begun:
-        raise Wrong("resumed over another source or other options as if nothing had changed")
-    if result.status and not begun:
-        raise Wrong(f"nothing was begun, and --resume does not begin: {result.err}")
-    if result.status:
-        case.run("pack-h5", *args, out, *options, "--overwrite", "--workers", _workers(case))
-    fresh = out.with_name("fresh.h5")
-    case.run("pack-h5", *args, fresh, *options, "--workers", 0)
-    if sha256(fresh) != sha256(out):
-        raise Wrong("after the change, beginning anew gave other bytes than a fresh run")
-    fresh.unlink()
-    check_alone(out)
-
-
-def damaged_journal(case: Case) -> None:
-    """What an interrupted run left is cut, flipped, forged or swapped: right bytes or a refusal."""
-    kind, out = _kind(case), _out(case)
-    _interrupt(case, kind, out, how=_at_event)
-    left = [path for path in sorted(out.parent.iterdir()) if path != out]
-    if not left:
-        return
-    victim = case.folder / "victim"
-    victim.write_bytes(b"precious")
-    for path in case.random.sample(left, min(len(left), case.random.randint(1, 2))):
-        damage = case.random.choice([_cut, _flip, _erase, _swap, _link, _stretch, _forge, _fifo])
-        case.note(f"{damage.__name__} {path.name}")
-        damage(case, path, victim)
-    result = case.run("pack-h5", *kind.args, out, "--resume", "--workers", _workers(case))
-    check_out(kind, out, result)
-    again = case.run("pack-h5", *kind.args, out, "--overwrite", "--workers", _workers(case))
-    check_out(kind, out, again)
-    if victim.read_bytes() != b"precious":
-        raise Wrong("a link at a temporary name was written through")
-
-
 def concurrent(case: Case) -> None:
     """Several runs at one OUT, some killed: whoever says it is done has made the file."""
-    kinds, out = [_kind(case), _kind(case)], _out(case)
+    kinds, out = [case.kind(), case.kind()], case.out()
     running: list[tuple[Kind, Command]] = []
     for _ in range(case.random.randint(2, 4)):
         kind = case.random.choice(kinds)
@@ -111,12 +58,10 @@ def concurrent(case: Case) -> None:
 # How a run is interrupted --------------------------------------------------------------------
 
 
-def _interrupt(
-    case: Case, kind: Kind, out: Path, *, source: Path | None = None, how: Any = None
-) -> None:
+def _interrupt(case: Case, kind: Kind, out: Path) -> None:
     """Start a run, or go on with one, and end it somewhere on its way."""
-    how = how or case.random.choice([_at_event, _at_event, _at_event, _at_a_moment])
-    args = (source or kind.source, *kind.options)
+    how = case.random.choice([_at_event, _at_event, _at_event, _at_a_moment])
+    args = kind.args
     if _has_journal(out):
         args += ("--resume",)
     elif out.exists():
@@ -145,7 +90,7 @@ def _at_event(case: Case, args: tuple[Any, ...], out: Path) -> Command:
     def before() -> None:
         at_nth_event(number, str(out), lambda: _end_myself(sig, group=group))
 
-    return case.start("pack-h5", *args, out, "--workers", _workers(case), before=before)
+    return case.start("pack-h5", *args, out, "--workers", case.workers(), before=before)
 
 
 def _end_myself(sig: int, *, group: bool) -> None:
@@ -161,7 +106,7 @@ def _at_a_moment(case: Case, args: tuple[Any, ...], out: Path) -> Command:
     sig = case.random.choice([signal.SIGKILL] * 3 + [signal.SIGINT, signal.SIGTERM])
     delay = case.random.uniform(0, 0.35)
     case.note(f"{sig.name} to the {whom} after {delay:.3f} s")
-    command = case.start("pack-h5", *args, out, "--workers", _workers(case))
+    command = case.start("pack-h5", *args, out, "--workers", case.workers())
     time.sleep(delay)
     workers = command.workers()
     if whom == "worker" and workers:
@@ -171,132 +116,7 @@ def _at_a_moment(case: Case, args: tuple[Any, ...], out: Path) -> Command:
     return command
 
 
-# What changes, and what is damaged -----------------------------------------------------------
-
-
-def _an_image(case: Case, source: Path) -> Path:
-    return case.random.choice(sorted(source.rglob("*.jpg")))
-
-
-def _add(case: Case, source: Path) -> tuple[str, ...]:
-    make_image(40, 40, 99).save(_an_image(case, source).with_name("new.jpg"))
-    return ()
-
-
-def _remove(case: Case, source: Path) -> tuple[str, ...]:
-    _an_image(case, source).unlink()
-    return ()
-
-
-def _touch(case: Case, source: Path) -> tuple[str, ...]:
-    os.utime(_an_image(case, source), (1, case.random.randint(1, 10**9)))
-    return ()
-
-
-def _rewrite(case: Case, source: Path) -> tuple[str, ...]:
-    make_image(50, 40, 98).save(_an_image(case, source))
-    return ()
-
-
-def _rename(case: Case, source: Path) -> tuple[str, ...]:
-    path = _an_image(case, source)
-    path.rename(path.with_name("renamed.jpg"))
-    return ()
-
-
-def _options(case: Case, source: Path) -> tuple[str, ...]:
-    return ("--background", "1", "2", "3")
-
-
-def _cut(case: Case, path: Path, victim: Path) -> None:
-    if path.exists():
-        size = path.stat().st_size
-        most = case.random.choice([1, 40, 4096, size])
-        os.truncate(path, max(0, size - case.random.randint(0, most)))
-
-
-def _stretch(case: Case, path: Path, victim: Path) -> None:
-    with path.open("ab") as file:
-        file.write(case.random.randbytes(case.random.choice([1, 16, 5000])))
-
-
-def _flip(case: Case, path: Path, victim: Path) -> None:
-    data = bytearray(path.read_bytes() if path.exists() else b"")
-    for _ in range(case.random.randint(1, 4)):
-        if data:
-            data[case.random.randrange(len(data))] ^= 1 << case.random.randrange(8)
-    path.write_bytes(data)
-
-
-def _erase(case: Case, path: Path, victim: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
-def _swap(case: Case, path: Path, victim: Path) -> None:
-    files = [other for other in sorted(path.parent.iterdir()) if other.is_file()]
-    other = case.random.choice(files)
-    path.write_bytes(other.read_bytes() if case.random.random() < 0.7 else b"something else")
-
-
-def _link(case: Case, path: Path, victim: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to(case.random.choice([victim, victim.with_name("nowhere")]))
-
-
-def _fifo(case: Case, path: Path, victim: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-
-
-def _forge(case: Case, path: Path, victim: Path) -> None:
-    """Change a number or a word of the journal's JSON and make its checksums right again."""
-    frame, data, made = struct.Struct("<4sIII"), path.read_bytes(), b""
-    at, frames = 0, []
-    while len(data) - at >= frame.size and data[at : at + 4] == b"h5fj":
-        _, text, rows, _ = frame.unpack_from(data, at)
-        at += frame.size + text + rows
-        frames.append((data[at - text - rows : at - rows], data[at - rows : at]))
-    chosen = case.random.randrange(len(frames)) if frames else -1
-    for number, (text_bytes, row_bytes) in enumerate(frames):
-        if number == chosen:
-            text_bytes = _edit(case, text_bytes)
-        check = zlib.crc32(row_bytes, zlib.crc32(text_bytes))
-        made += frame.pack(b"h5fj", len(text_bytes), len(row_bytes), check) + text_bytes + row_bytes
-    if made:
-        path.write_bytes(made)
-
-
-def _edit(case: Case, text: bytes) -> bytes:
-    facts = json.loads(text)
-    name = case.random.choice(sorted(facts))
-    strange: list[Any] = [None, -1, 0, 5, 2**62, "x", [], {}, [[1]], 1.5, True, ["a", 2, None]]
-    how = case.random.random()
-    if how < 0.2:
-        del facts[name]
-    elif how < 0.3:
-        facts["more"] = 1
-    elif how < 0.4:
-        return case.random.choice([b"[]", b"1", b"null", b"{", b"[" * 100_000, b"\xff"])
-    else:
-        facts[name] = case.random.choice(strange)
-    return json.dumps(facts).encode()
-
-
 # What has to hold ----------------------------------------------------------------------------
-
-
-def _kind(case: Case) -> Kind:
-    return case.material.kinds[case.random.choice(sorted(case.material.kinds))]
-
-
-def _out(case: Case) -> Path:
-    folder = case.folder / "out"
-    folder.mkdir()
-    return folder / "x.h5"
-
-
-def _workers(case: Case) -> int:
-    return case.random.randint(0, 3)
 
 
 def _has_journal(out: Path) -> bool:
@@ -307,7 +127,7 @@ def _has_journal(out: Path) -> bool:
 def _resume(case: Case, kind: Kind, out: Path) -> None:
     if out.exists() and not _has_journal(out):
         return check_alone(out)
-    result = case.run("pack-h5", *kind.args, out, "--resume", "--workers", _workers(case))
+    result = case.run("pack-h5", *kind.args, out, "--resume", "--workers", case.workers())
     return check_out(kind, out, result, done=True)
 
 

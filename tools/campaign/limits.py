@@ -21,7 +21,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _MS_PRIVATE_ALL = 0x00020000, 0x10000000, 0x44000
 
 def limited_packing(case: Case) -> None:
     """Packing with too little of something: done right, or a sentence and then resumed."""
-    kind, out = _begin(case)
+    kind, out = case.kind(), case.out()
     limit = case.random.choice(
         [_file_size, _descriptors, _memory, _no_temporary_folder, _full_stdout]
     )
@@ -31,7 +31,7 @@ def limited_packing(case: Case) -> None:
 
 def full_disk(case: Case) -> None:
     """Packing onto a disk without room or inodes: done right, or a sentence and then resumed."""
-    kind = _kind(case)
+    kind = case.kind()
     room = case.folder / "disk"
     room.mkdir()
     size, side = kind.path.stat().st_size, kind.path.stat().st_size if "masks" in kind.name else 0
@@ -42,7 +42,7 @@ def full_disk(case: Case) -> None:
     if case.random.random() < 0.3:
         tempfile.tempdir = str(room)
     out = room / "x.h5"
-    result = case.run("pack-h5", *kind.args, out, "--workers", case.random.randint(0, 3))
+    result = case.run("pack-h5", *kind.args, out, "--workers", case.workers())
     check_out(kind, out, result)
     if result.status and "nothing was kept" in result.err and (left := list(room.iterdir())):
         raise Wrong(f"nothing was kept, it says, and there are {left}")
@@ -53,7 +53,7 @@ def full_disk(case: Case) -> None:
 
 def limited_reading(case: Case) -> None:
     """Commands that read under limits: the answer they give without, or a sentence."""
-    kind = _kind(case)
+    kind = case.kind()
     program = case.random.choice(["check-h5", "show-h5"])
     limit = case.random.choice([_file_size, _descriptors, _memory, _full_stdout])
     args: list[object] = [kind.path, "--json"]
@@ -72,20 +72,8 @@ def limited_reading(case: Case) -> None:
         raise Wrong("a contact sheet is there, of a command that failed")
 
 
-def _begin(case: Case) -> tuple[Kind, Path]:
-    folder = case.folder / "out"
-    folder.mkdir()
-    return _kind(case), folder / "x.h5"
-
-
-def _kind(case: Case) -> Kind:
-    return case.material.kinds[case.random.choice(sorted(case.material.kinds))]
-
-
 def _pack_within(case: Case, kind: Kind, out: Path, before: Callable[[], None]) -> None:
-    result = case.run(
-        "pack-h5", *kind.args, out, "--workers", case.random.randint(0, 3), before=before
-    )
+    result = case.run("pack-h5", *kind.args, out, "--workers", case.workers(), before=before)
     if result.status == 0 and sha256(out) != kind.sha256:
         raise Wrong("packing with too little of something exits with 0, and gives other bytes")
     check_out(kind, out, result)
@@ -97,7 +85,7 @@ def _finish(case: Case, kind: Kind, out: Path, *, done: bool) -> None:
     if done:
         check_alone(out)
         return
-    again = case.run("pack-h5", *kind.args, out, "--resume", "--workers", case.random.randint(0, 3))
+    again = case.run("pack-h5", *kind.args, out, "--resume", "--workers", case.workers())
     check_out(kind, out, again, done=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -62,7 +61,7 @@ PROVENANCES = (
 
 def mutated_pixels(case: Case) -> None:
     """Bytes of items flipped: check-h5 names those items, and no other item changes."""
-    kind, path = _copy(case)
+    kind, path = case.copy()
     index = read_index(path)
     parts = index.pixel_parts.values()
     spans = [part.item_range(i) for part in parts for i in range(len(index))]
@@ -83,7 +82,7 @@ def mutated_pixels(case: Case) -> None:
 
 def mutated_metadata(case: Case) -> None:
     """Anything but pixels changed by chance, checksums mended or not: refused, or all as it was."""
-    kind, path = _copy(case)
+    kind, path = case.copy()
     data = bytearray(path.read_bytes())
     _scatter(case, data, _metadata(path, data))
     path.write_bytes(data)
@@ -105,7 +104,7 @@ def mutated_metadata(case: Case) -> None:
 
 def forged(case: Case) -> None:
     """Values, types and structure changed at will, all seals made right: refused or usable."""
-    kind, path = _copy(case)
+    kind, path = case.copy()
     known = read_index(path).fingerprint
     for _ in range(case.random.choice([1, 1, 1, 2])):
         forge = case.random.choice(FORGERIES)
@@ -119,13 +118,6 @@ def forged(case: Case) -> None:
         mend_fingerprint(path, known)
     limit_memory(MEMORY)
     use(case, path, doors=3)
-
-
-def _copy(case: Case) -> tuple[Kind, Path]:
-    kind = case.material.kinds[case.random.choice(sorted(case.material.kinds))]
-    path = case.folder / "x.h5"
-    shutil.copyfile(kind.path, path)
-    return kind, path
 
 
 def _metadata(path: Path, data: bytes | bytearray) -> list[tuple[int, int]]:

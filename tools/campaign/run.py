@@ -1,7 +1,7 @@
 """Try to break packing, files and loaders, thousands of times, each time reproducibly.
 
     python tools/campaign/run.py --minutes 2
-    python tools/campaign/run.py --only mutated --seed 17 --cases 1      # one case again
+    python tools/campaign/run.py --only metadata --seed 17 --cases 1      # one case again
 
 Every case is a process of its own, forked from one that has imported everything, with a folder of
 its own and a seed that alone decides what it does (a kill after some milliseconds excepted). A
@@ -31,13 +31,32 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cv2
+import folders
+import kills
+import limits
+import loading
+import mutations
 import torch
 from cases import DEADLINE, CaseResult, Family, run_case
-from families import FAMILIES
-from limits import can_mount
 from material import Material, make_material, small_steps
 
 import h5feed
+
+FAMILIES: dict[str, tuple[Family, int]] = {
+    "kill": (kills.kill, 4),
+    "concurrent": (kills.concurrent, 2),
+    "limits": (limits.limited_packing, 3),
+    "disk": (limits.full_disk, 3),
+    "reading": (limits.limited_reading, 2),
+    "folder": (folders.hostile_folder, 4),
+    "manifest": (folders.hostile_manifest, 3),
+    "pixels": (mutations.mutated_pixels, 2),
+    "metadata": (mutations.mutated_metadata, 3),
+    "forged": (mutations.forged, 4),
+    "resumed": (loading.resumed, 3),
+    "truncated": (loading.truncated, 1),
+}
+"""Each with its share of the time."""
 
 
 @dataclass(slots=True)
@@ -78,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, families: Mapping[str, Any] = F
             print(f"{name:<16} {weight:>3}  {_what(family)}")
         return 0
     chosen = {name: families[name] for name in options.only or families}
-    if "disk" in chosen and not can_mount():
+    if "disk" in chosen and not limits.can_mount():
         print("disk: left out, this user may not mount file systems")
         del chosen["disk"]
     cv2.setNumThreads(1)
