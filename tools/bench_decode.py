@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ from h5feed import H5Dataset
 from h5feed.augment.cpu import crop_image
 from h5feed.bench.ceilings import crop_boxes
 from h5feed.bench.system import describe_machine, machine_facts
-from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import JpegItems
 from h5feed.jpeg import decode_jpeg, read_header
+from harness import in_turns
 
 SIDES = (224, 112, 64, 32)
 ROUNDS = 5
@@ -51,30 +52,29 @@ def crop(image: np.ndarray, box: Box, of: tuple[int, int], side: int) -> np.ndar
     return out
 
 
-def microseconds(work: Callable[[bytes, Box], object], jobs: list[tuple[bytes, Box]]) -> float:
-    """Return CPU time per job, the least of several rounds."""
-    found = []
-    for _ in range(ROUNDS):
+def microseconds(ways: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
+    """Return CPU time per image of each way to decode `count` images, the least of the rounds."""
+
+    def timed(work: Callable[[], object]) -> float:
         began = time.thread_time()
-        for data, box in jobs:
-            work(data, box)
-        found.append((time.thread_time() - began) / len(jobs))
-    return min(found) * 1e6
+        work()
+        return time.thread_time() - began
+
+    found = in_turns({name: partial(timed, work) for name, work in ways.items()}, ROUNDS)
+    return {name: min(seconds) / count * 1e6 for name, seconds in found.items()}
 
 
-def microseconds_of_parts(
-    files: PackedFiles, items: np.ndarray, boxes: np.ndarray, scratch: np.ndarray
-) -> float:
-    """Return CPU time per image to decode the parts that H5Loader would, 64 at a time."""
-    parts, found = JpegItems(files, "images"), []
-    for _ in range(ROUNDS):
-        began = time.thread_time()
-        for a in range(0, len(items), 64):
-            some = slice(a, a + 64)
-            for _ in parts.decode_regions(items[some], boxes[some], lambda size: scratch[:size]):
-                pass
-        found.append((time.thread_time() - began) / len(items))
-    return min(found) * 1e6
+def decode_parts(
+    parts: JpegItems, items: np.ndarray, boxes: np.ndarray, scratch: np.ndarray
+) -> int:
+    """Decode the parts that H5Loader would, 64 at a time; return how many."""
+    return sum(
+        1
+        for a in range(0, len(items), 64)
+        for _ in parts.decode_regions(
+            items[a : a + 64], boxes[a : a + 64], lambda size: scratch[:size]
+        )
+    )
 
 
 def measure(path: Path, count: int) -> None:
@@ -85,9 +85,12 @@ def measure(path: Path, count: int) -> None:
     data = {int(i): bytes(files.item("images", int(i))) for i in items}
     upright = np.array([i for i in items if read_header(data[int(i)]).orientation == 1])
     shapes = files.stored_shapes
-    scratch = np.empty(int(shapes.max(axis=0).prod()) * 3, np.uint8)
+    parts, scratch = (
+        JpegItems(files, "images"),
+        np.empty(int(shapes.max(axis=0).prod()) * 3, np.uint8),
+    )
 
-    def whole(content: bytes, box: Box) -> None:
+    def whole(content: bytes) -> None:
         height, width, *_ = simplejpeg.decode_jpeg_header(content)
         decode_jpeg(content, scratch[: height * width * 3].reshape(height, width, 3))
 
@@ -96,16 +99,19 @@ def measure(path: Path, count: int) -> None:
     for side in SIDES:
         boxes = np.array(crop_boxes(files, side, upright))
         jobs = [(data[int(i)], box) for i, box in zip(upright, boxes.tolist(), strict=True)]
-        times = [
-            microseconds(whole, jobs),
-            microseconds_of_parts(files, upright, boxes, scratch),
-            microseconds(lambda content, box, side=side: scaled(content, box, side), jobs),
-        ]
+        times = microseconds(
+            {
+                "whole": lambda jobs=jobs: [whole(content) for content, _ in jobs],
+                "part": partial(decode_parts, parts, upright, boxes, scratch),
+                "scaled": lambda jobs=jobs, side=side: [scaled(*job, side) for job in jobs],
+            },
+            len(jobs),
+        )
         off = np.array([distance(content, box, side) for content, box in jobs])
         worst, mean, square = off.max(axis=0)[0], *np.median(off[:, 1:], axis=0)
         psnr = 10 * np.log10(255**2 / max(square, 1e-9))
         print(
-            f"{side:17} {times[0]:10.0f} {times[1]:8.0f} {times[2]:10.0f}"
+            f"{side:17} {times['whole']:10.0f} {times['part']:8.0f} {times['scaled']:10.0f}"
             f"{worst:15.0f}, {mean:.2f}, {psnr:.1f} dB"
         )
 

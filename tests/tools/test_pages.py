@@ -71,26 +71,23 @@ def test_every_file_in_benchmarks_has_its_command(pages):
 
 
 def test_the_seventeen_tricks_have_switches_that_exist(pages):
-    from tricks_table import OURS, PUBLISHED
-
-    assert len(PUBLISHED) == 17
+    assert len(pages.PUBLISHED) == 17
     tree = ast.parse((ROOT / "src/h5feed/train/config.py").read_text())
     fields = {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign)}
-    for trick in (*PUBLISHED, *OURS):
+    for trick in (*pages.PUBLISHED, *pages.OURS):
         for switch in re.findall(r"--([\w-]+)", trick.switch):
             assert switch.replace("-", "_") in fields, switch
 
 
 def test_tricks_that_ablations_know_have_figures_or_a_reason(pages):
     from h5feed.bench.tricks import CHECKPOINTING, TRICKS
-    from tricks_table import OURS, PUBLISHED, tricks_table
 
     known = {trick.name for trick in (*TRICKS, CHECKPOINTING)}
-    measured = {trick.measured for trick in (*PUBLISHED, *OURS)} - {None}
+    measured = {trick.measured for trick in (*pages.PUBLISHED, *pages.OURS)} - {None}
     assert measured <= known
     assert known - measured == {"pinned memory"}  # with the workers, in one row
     found = from_dict(Ablation, json.loads((ROOT / "benchmarks/ablate.json").read_text()))
-    lines = tricks_table([found]).splitlines()
+    lines = pages.tricks_table([found]).splitlines()
     row = next(line for line in lines if "Automatic mixed precision" in line)
     ratios = {row.name: row.ratio for row in found.rows}
     assert f"{ratios['+ AMP, bf16']:.2f}× ({ratios['all but AMP, bf16']:.2f}×)" in row

@@ -7,7 +7,7 @@ from typing import Any
 
 from h5feed.bench.ablate import Ablation
 from h5feed.bench.report import as_markdown, from_dict, markdown_table, number, save_plot
-from h5feed.plotting import INK, saved_figure
+from h5feed.plotting import COLORS, INK, saved_figure
 
 __all__ = ["draw", "markdown"]
 
@@ -130,12 +130,13 @@ def _draw_loaders(values: dict[str, Any], path: Path) -> None:
     counts = sorted({row["threads"] for row in measured if row["threads"]})
     words = {"title": values["title"], "caption": _where(values)}
     with saved_figure(path, extra="bench", **words) as (_, (axes,)):
-        for name, rows in series.items():
+        for number, (name, rows) in enumerate(series.items()):
+            marker = "osD^"[number // len(COLORS)]
             rates = [row["images_per_second"] for row in rows]
             if rows[0]["threads"] is None:
                 axes.axhline(rates[0], color=INK, ls="--", lw=1, label=f"{name}: {rates[0]:,.0f}")
             else:
-                axes.plot([row["threads"] for row in rows], rates, "o-", label=name)
+                axes.plot([row["threads"] for row in rows], rates, marker=marker, label=name)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_ylim(bottom=0)
