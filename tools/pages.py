@@ -17,6 +17,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from h5feed.bench.report import (
     save_plot,
 )
 from peers import results as peers
+from simulate_cluster import TABLES as cluster_tables
+from simulate_cluster import as_markdown as cluster_table
 
 __all__ = ["differences", "main", "put_into"]
 
@@ -217,6 +220,10 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "ablate": lambda: as_markdown(_ablation()),
     },
     "docs/clients.md": {"clients": lambda: clients_table(_read("clients.json"))},
+    "docs/clusters.md": {
+        name: partial(lambda name: cluster_table(_read("clusters.json"), name), name)
+        for name in cluster_tables
+    },
     "docs/tricks.md": {"tricks": lambda: tricks_table([_ablation()])},
 }
 """By page, then by mark. The table of a GPU is tools/gpu_run.py's."""

@@ -46,7 +46,7 @@ __all__ = [
 Indices = NDArray[np.int64]
 Weights = Literal["balanced"] | ArrayLike | None
 
-# Shuffled together where nobody says how many.
+# Shuffled together where nobody says how many; docs/clusters.md has the reasons for shards.
 _BLOCKS, _SHARDS = 16, 4
 _AT_ONCE = 4096  # indices that a sampler computes at a time: numpy's cost per call is small then
 
