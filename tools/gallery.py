@@ -37,6 +37,8 @@ OPS: Mapping[str, Sequence[Op]] = {
         augment.RandomHorizontalFlip(),
         augment.RandomVerticalFlip(),
         augment.RandomAffine(degrees=30, translate=(0.1, 0.1), scale=(0.8, 1.2), shear=10),
+        augment.RandomRotation(30),
+        augment.RandomPerspective(0.5, p=1.0),
         augment.RandomErasing(p=1.0),
     ],
     "color": [
