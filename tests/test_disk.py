@@ -12,7 +12,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with replaced(path) as file:
         file.write(b"old")
     with pytest.raises(TypeError, match="bytes-like"), replaced(path) as file:
-        file.write("a text is no bytes")
+        file.write("a text is not bytes")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.json"]
 

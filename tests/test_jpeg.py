@@ -122,7 +122,7 @@ def test_scans_are_counted_before_any_is_decoded():
         check_scans(of(MAX_SCANS, between), header)
         with pytest.raises(ValueError, match="it has more than 100 scans, which no encoder writes"):
             check_scans(of(MAX_SCANS + 1, between), header)
-    check_scans(data + last * 200, read_header(data))  # what follows the end is no part of it
+    check_scans(data + last * 200, read_header(data))  # what follows the end is not part of it
     one = jpeg_bytes(smooth(40, 64))
     check_scans(one[:-2] + one[one.index(b"\xff\xda") :] * 200, read_header(one))
 

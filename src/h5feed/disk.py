@@ -27,7 +27,7 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that takes the name `path` once it is written whole.
 
     It lies beside `path`, is brought to the disk, and renamed over it; after an error in the block
-    it is gone, and `path` is what it was. A link `path` is replaced, not what it leads to.
+    it is deleted, and `path` is untouched. If `path` is a link, the link itself is replaced.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

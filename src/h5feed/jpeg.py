@@ -283,7 +283,7 @@ def decode_jpeg(
 
 
 def decode_strictly(data: Any, out: UInt8 | None = None) -> UInt8:
-    """Decode a JPEG file as it lies, of which nothing is forgiven: one that `encode_jpeg` made.
+    """Decode a JPEG file that `encode_jpeg` made, as it lies, forgiving nothing.
 
     `out` is C-contiguous; the caller knows that its size is the file's. Raises ValueError for
     whatever libjpeg-turbo warns about.
@@ -449,7 +449,7 @@ class SegmentsError(ValueError):
 
 
 def _check_segments(data: UInt8, ends: Ints, base: Ints, counts: Ints, stops: Ints) -> None:
-    """Raise SegmentsError for the first file of which a segment ends elsewhere than it says."""
+    """Raise SegmentsError for the first file with a segment that ends in the wrong place."""
     closing = counts.cumsum()
     lasts = ends[1:] + (np.repeat(base, counts) - 1)  # the byte that closes each segment
     codes = 0xD0 | (_counted(counts) & 7)

@@ -41,7 +41,7 @@ def test_neighbours_fold_into_one_pass_where_that_is_the_same(ops, passes):
     [
         (
             ["flip"],
-            "augment holds 'flip', which is no op of h5feed.augment; leave "
+            "augment holds 'flip', which is not an op of h5feed.augment; leave "
             "it out, or keep all of the transform in H5Dataset(path, transform=...) and use "
             "make_dataloader",
         ),

@@ -242,11 +242,23 @@ class Own(v2.CenterCrop):
         ),
         (lambda: [v2.RandomChoice([v2.Grayscale()])], "RandomChoice has a counterpart in h5feed.a"),
         (lambda: [v2.Lambda(abs)], "augment: torchvision's Lambda has no counterpart in"),
-        (lambda: [abs], "augment holds <built-in function abs>, which is no op of h5feed.augment;"),
-        (lambda: abs, "augment holds <built-in function abs>, which is no op of h5feed.augment;"),
-        (lambda: [Own(8)], "augment holds Own(size=(8, 8)), which is no op of h5feed.augment; le"),
-        (lambda: 5, "augment=5 is no list of ops of h5feed.augment, and no torchvision transform"),
-        (lambda: None, "augment=None is no list of ops of h5feed.augment"),
+        (
+            lambda: [abs],
+            "augment holds <built-in function abs>, which is not an op of h5feed.augment;",
+        ),
+        (
+            lambda: abs,
+            "augment holds <built-in function abs>, which is not an op of h5feed.augment;",
+        ),
+        (
+            lambda: [Own(8)],
+            "augment holds Own(size=(8, 8)), which is not an op of h5feed.augment; le",
+        ),
+        (
+            lambda: 5,
+            "augment=5 is not a list of ops of h5feed.augment, nor a transform of torchvision",
+        ),
+        (lambda: None, "augment=None is not a list of ops of h5feed.augment"),
         (lambda: CenterCrop(8), "augment=CenterCrop(size=8, mask_fill=0) is one op: give a list"),
         (lambda: v2.Compose([v2.Pad(2)]), "augment: torchvision's Pad has a counterpart in h5fee"),
         (lambda: [v2.Pad(2), v2.CenterCrop(3)], "augment: torchvision's Pad has a counterpart i"),

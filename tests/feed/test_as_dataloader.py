@@ -228,14 +228,17 @@ def test_every_argument_of_a_dataloader_is_known(ds):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_worker": 4}, "num_worker=4 is no argument of H5Loader or DataLoader; help(H5Load"),
+        (
+            {"num_worker": 4},
+            "num_worker=4 is not an argument of H5Loader or DataLoader; help(H5Load",
+        ),
         ({"collate_fn": print}, "collate_fn=<built-in function print> would have to run in Pyth"),
         ({"batch_sampler": [[1]]}, "batch_sampler=[[1]]: H5Loader makes its batches itself"),
         ({"generator": 5}, "generator=5 with seed=0: H5Loader's order is a function of one seed"),
         ({"keys": ("a",)}, "keys=('a',) is not two names, of image and target"),
         ({"keys": "ab"}, "keys='ab' is not two names"),
         ({"augment": CenterCrop(8)}, "augment=CenterCrop(size=8, mask_fill=0) is one op: give"),
-        ({"augment": None}, "augment=None is no list"),
+        ({"augment": None}, "augment=None is not a list"),
     ],
 )
 def test_refuses_a_wrong_argument(ds, options, message):
@@ -393,7 +396,7 @@ def test_joined_datasets_are_one_after_the_other(ds, tmp_path):
 
 def test_parts_of_other_things_are_one_sentence(ds):
     for wrong in (Subset([1, 2], [0]), ConcatDataset([ds, [1, 2]]), "train.h5"):
-        with pytest.raises(UsageError, match="is no H5Dataset, nor a Subset or ConcatDa"):
+        with pytest.raises(UsageError, match="is not an H5Dataset, nor a Subset or ConcatDa"):
             H5Loader(wrong, 4)
     with pytest.raises(UsageError, match="has indices from 12 to 12, and what it is a"):
         H5Loader(Subset(ds, [12]), 4)

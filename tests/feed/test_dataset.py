@@ -205,7 +205,9 @@ def test_samples_open_where_their_folder_is_named(tmp_path, path, images):
         assert np.array_equal(np.asarray(Image.open(where)), np.asarray(ds[index][0]))
         assert np.array_equal(np.asarray(ds.loader(where)), images[index])
         assert label == index
-    with pytest.raises(UsageError, match=r"image_root='/no/such' is no folder: give the folder th"):
+    with pytest.raises(
+        UsageError, match=r"image_root='/no/such' is not a folder: give the folder th"
+    ):
         H5Dataset(path, image_root="/no/such")
     with pytest.raises(
         UsageError, match=r"loader\('0/ü0.png'\): .*a\.h5 has no image of that path"
@@ -346,13 +348,19 @@ MISTAKES = [
         lambda p: H5Dataset(p, is_valid_file=str.islower),
         "is_valid_file=islower cannot leave items out of a packed file: use torch.utils.data.Sub",
     ),
-    (lambda p: H5Dataset(p, "pil"), "transform='pil' is no function: give a function, or leave it"),
-    (lambda p: H5Dataset(p, None, 3), "target_transform=3 is no function: give a function, or le"),
+    (
+        lambda p: H5Dataset(p, "pil"),
+        "transform='pil' is not a function: give a function, or leave it",
+    ),
+    (
+        lambda p: H5Dataset(p, None, 3),
+        "target_transform=3 is not a function: give a function, or le",
+    ),
     (
         lambda p: H5Dataset(p, transforms=3),
-        "transforms=3 is no function: give a function, or leave",
+        "transforms=3 is not a function: give a function, or leave",
     ),
-    (lambda p: H5Dataset(5), "root=5 is no path: give a packed file, or a list of some"),
+    (lambda p: H5Dataset(5), "root=5 is not a path: give a packed file, or a list of some"),
     (
         lambda p: H5Dataset(p, str, transforms=str),
         "transform beside transforms: give transforms alone, called on (image, target), or trans",
@@ -503,7 +511,9 @@ def test_target_dtype_is_what_labels_and_masks_come_as(tmp_path, images):
     for output, dtype in (("pil", torch.int64), ("numpy", torch.bfloat16)):
         with pytest.raises(UsageError, match=text):
             H5Dataset(path, output=output, target_dtype=dtype)
-    with pytest.raises(UsageError, match=r"target_dtype='long' is no dtype of torch: give torch"):
+    with pytest.raises(
+        UsageError, match=r"target_dtype='long' is not a dtype of torch: give torch"
+    ):
         H5Dataset(path, target_dtype="long")
 
     labels = H5Dataset(write_packed(tmp_path / "l.h5", images), target_dtype=torch.float32)

@@ -294,7 +294,7 @@ def crafted(tmp_path, data, store="jpeg", size=(32, 32)):
 def test_what_pack_h5_does_not_encode_is_refused_with_a_right_checksum(tmp_path, mode):
     target = io.BytesIO()
     Image.fromarray(ramp(32, 32)).convert(mode).save(target, "jpeg", progressive=mode == "RGB")
-    text = "cannot be decoded: it is no baseline JPEG of three components"
+    text = "cannot be decoded: it is not a baseline JPEG of three components"
     with pytest.raises(DamagedItemError, match=text):
         H5Dataset(crafted(tmp_path, target.getvalue()))[0]
 

@@ -668,17 +668,17 @@ class RASampler(SequentialSampler):
 
 
 def test_refuses_foreign_datasets_transforms_and_samplers(ds):
-    with pytest.raises(UsageError, match="is no H5Dataset, nor a Subset or ConcatD"):
+    with pytest.raises(UsageError, match="is not an H5Dataset, nor a Subset or ConcatD"):
         H5Loader([1, 2, 3], 4, shuffle=True)
     for sampler in (DistributedSampler(ds, num_replicas=2, rank=0), RASampler(ds)):
         text = f"sampler={type(sampler).__name__} would be split among the ranks twice: .* leave sa"
         with pytest.raises(UsageError, match=text):
             H5Loader(ds, 4, sampler=sampler)
     batches = BatchSampler(SequentialSampler(ds), 3, drop_last=False)
-    with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
+    with pytest.raises(UsageError, match="a BatchSampler is not a Sampler here"):
         iter(H5Loader(ds, 4, sampler=batches))
     batches = BatchSampler(SequentialSampler(ds), 5, drop_last=False)  # 5, 5 and 2
-    with pytest.raises(UsageError, match="a BatchSampler is no Sampler here"):
+    with pytest.raises(UsageError, match="a BatchSampler is not a Sampler here"):
         iter(H5Loader(ds, 4, sampler=batches))
     ds = H5Dataset(ds.files.paths, transform=lambda image: image, aspect="stored")
     with pytest.raises(UsageError, match="use make_dataloader"):

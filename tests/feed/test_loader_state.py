@@ -294,10 +294,10 @@ def test_refuses_a_state_of_another_order(ds, options):
 def test_refuses_what_is_no_state(ds, change):
     loader = make(ds)
     state = {**loader.state_dict(), **change}
-    with pytest.raises(UsageError, match=rf"is no state of H5Loader.*{next(iter(change))}"):
+    with pytest.raises(UsageError, match=rf"is not a state of H5Loader.*{next(iter(change))}"):
         loader.load_state_dict(state)
     for other in ({}, None, [1]):
-        with pytest.raises(UsageError, match=r"is no state of H5Loader.*pass what state_dict"):
+        with pytest.raises(UsageError, match=r"is not a state of H5Loader.*pass what state_dict"):
             loader.load_state_dict(other)
 
 

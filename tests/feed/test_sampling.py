@@ -385,7 +385,7 @@ def test_a_sampler_of_millions_begins_at_once_and_keeps_no_list(monkeypatch):
         (lambda: BlockShuffleSampler(range(4), block=0), "block=0 must be a whole number of at"),
         (
             lambda: ShardShuffleSampler(range(4)),
-            r"dataset=range\(0, 4\) is no H5Dataset, nor a Sub",
+            r"dataset=range\(0, 4\) is not an H5Dataset, nor a Sub",
         ),
         (
             lambda: SampleOrder(

@@ -123,7 +123,7 @@ def test_a_state_of_other_weights_is_refused(ds):
         ({"weights": -np.ones(24)}, "weights must be finite and at least 0"),
         ({"weights": [np.nan] * 24}, "weights must be finite"),
         ({"weights": np.zeros(24)}, "weights are 0 for all samples"),
-        ({"weights": ["x"] * 24}, "weights=list is no array of numbers"),
+        ({"weights": ["x"] * 24}, "weights=list is not an array of numbers"),
         (
             {"weights": "balanced", "shuffle": "block"},
             'weights draw the samples, and shuffle="block" orders them',

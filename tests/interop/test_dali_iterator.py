@@ -194,7 +194,7 @@ def test_it_is_resumed_elsewhere(ds):
     ("options", "message"),
     [
         ({"output_map": ["a", "a", "b"]}, "output_map=['a', 'a', 'b'] has a name twice"),
-        ({"last_batch_policy": "drop"}, "last_batch_policy='drop' is no LastBatchPolicy"),
+        ({"last_batch_policy": "drop"}, "last_batch_policy='drop' is not a LastBatchPolicy"),
     ],
 )
 def test_refuses_wrong_arguments(ds, options, message):

@@ -208,8 +208,14 @@ def test_options_of_training_alone_leave_scoring_alone(path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_worker": 3}, "num_worker=3 is no option of H5DataModule: give those of H5Loader"),
-        ({"rank": 0}, "rank=0 is no option of H5DataModule: give those of H5Loader (ranks are L"),
+        (
+            {"num_worker": 3},
+            "num_worker=3 is not an option of H5DataModule: give those of H5Loader",
+        ),
+        (
+            {"rank": 0},
+            "rank=0 is not an option of H5DataModule: give those of H5Loader (ranks are L",
+        ),
         ({"indices": {"train": [0], "vall": [1]}}, "indices={'vall': ...} is for one set of tr"),
         ({"val": {"a": "b"}, "indices": {"val": [1]}}, "indices={'val': ...} is for one set of"),
         ({"train": {"a": "a.h5"}}, "train={'a': 'a.h5'} is several sets, and one is trained on:"),

@@ -114,12 +114,18 @@ def test_every_argument_of_timms_is_known():
     ("options", "message"),
     [
         ({"num_aug_repeats": 3}, "num_aug_repeats=3 is not supported by h5feed.interop.timm.crea"),
-        ({"workers": 3}, "workers=3 is no argument of h5feed.interop.timm.create_loader: leave i"),
+        (
+            {"workers": 3},
+            "workers=3 is not an argument of h5feed.interop.timm.create_loader: leave i",
+        ),
         (
             {"is_training": True, "auto_augment": "rand-m9-mstd0.5-inc1"},
             "augment: timm's RandAugment has no counterpart in h5feed.augment; leave it out",
         ),
-        ({"collate_fn": print}, "augment holds <built-in function print>, which is no op of h5fe"),
+        (
+            {"collate_fn": print},
+            "augment holds <built-in function print>, which is not an op of h5fe",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_one_sentence(folder, options, message):

@@ -149,7 +149,7 @@ def test_counts_are_those_of_pycocotools(root):
     [
         ({"images": []}, "instances.json: images is empty"),
         ({"categories": 3}, "categories is not a list of objects"),
-        ({"images": [{"id": "x"}]}, "images have the id 'x', which is no whole number"),
+        ({"images": [{"id": "x"}]}, "images have the id 'x', which is not a whole number"),
         (
             {"images": [{"id": 3, "file_name": "a.png"}] * 2},
             "id in images 3 appears twice",

@@ -116,7 +116,7 @@ def test_a_mistake_in_a_parquet_manifest_is_named(root, columns, options, said):
 def test_what_is_no_parquet_is_one_sentence(root):
     path = root.parent / "x.parquet"
     path.write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(UsageError, match=r"x.parquet is no parquet file, or damaged \("):
+    with pytest.raises(UsageError, match=r"x.parquet is not a parquet file, or damaged \("):
         open_source(root, manifest=path)
 
 

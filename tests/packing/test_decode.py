@@ -270,7 +270,7 @@ def test_pixels_without_a_fixed_range_are_refused(mode):
     assert str(error) == f"unsupported pixels (Pillow mode {mode})"
 
 
-# --- what is no image -----------------------------------------------------
+# --- what is not an image -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_pixels_without_a_fixed_range_are_refused(mode):
     [
         (b"", "empty file"),
         (b"hello, world", "not an image in a known format"),
-        (b"Python is no PPM", "not an image in a known format"),
+        (b"Python is not PPM", "not an image in a known format"),
         (b"RIFF\x10\0\0\0WAVEfmt " + bytes(20), "not an image in a known format"),
         (b"%!PS-Adobe-3.0 EPSF-3.0", "not an image in a known format"),
         (b"<svg></svg>", "not an image in a known format"),

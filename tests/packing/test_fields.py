@@ -115,9 +115,9 @@ def test_values_that_json_lines_may_hold(root):
     ("field", "said"),
     [
         ("size", "field='size': .*list.csv has no such column; its columns are 'path', 'x'"),
-        ("x:int8", "field='x:int8': 'int8' is no type: give float32, float64, int64 or uint8"),
-        ("x:float32[0]", "is no type"),
-        ("x:float32[3,n]", "is no type"),
+        ("x:int8", "field='x:int8': 'int8' is not a type: give float32, float64, int64 or uint8"),
+        ("x:float32[0]", "is not a type"),
+        ("x:float32[3,n]", "is not a type"),
         ("label:text", "'label' cannot be the name of a field"),
         ("a/b", "'a/b' cannot be the name of a field"),
     ],

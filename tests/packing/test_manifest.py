@@ -228,7 +228,7 @@ def test_a_mistake_among_several_classes_is_named(root, text, options, said):
 def test_a_list_beside_single_labels_is_named(root):
     lines = '{"path": "a/1.jpg", "label": ["cat"]}\n{"path": "a/2.jpg", "label": "cat"}\n'
     assert refusal(root, lines, "l.jsonl") == (
-        "…/l.jsonl, line 2, column 'label': 'cat' is no list, as in the first row"
+        "…/l.jsonl, line 2, column 'label': 'cat' is not a list, as in the first row"
     )
 
 
@@ -352,7 +352,7 @@ def test_two_classes_of_one_name_are_refused(root):
         *(
             (
                 f"path,target,target_y\na/1.jpg,1,2\na/2.jpg,0,{cell}\n",
-                f"…/list.csv, line 3, column 'target_y': '{cell}' is no target to learn: "
+                f"…/list.csv, line 3, column 'target_y': '{cell}' is not a target to learn: "
                 "give a finite number of 32 bits",
             )
             for cell in ("nan", "inf", "-Infinity", "1e39")
@@ -415,7 +415,7 @@ def test_a_mistake_is_named_by_line_and_column(root, text, error):
         ),
         (
             '{"path": "a/1.jpg", "target_y": NaN}',
-            "…/l.jsonl, line 1, column 'target_y': nan is no target to learn: "
+            "…/l.jsonl, line 1, column 'target_y': nan is not a target to learn: "
             "give a finite number of 32 bits",
         ),
         (

@@ -130,7 +130,7 @@ def test_a_link_to_a_folder_above_is_refused(tmp_path):
     assert keys(open_source(tmp_path)) == ["a/sub/1.jpg", "a/sub/other/1.jpg", "b/1.jpg"]
 
 
-# --- flat folders, and what is no source ------------------------------------
+# --- flat folders, and what is not a source ------------------------------------
 
 
 def test_a_flat_folder_has_no_labels(tmp_path):

@@ -171,14 +171,14 @@ def not_a_group(file):
             odd_kind,
             "/fields/meta: kind='pickle' is none of fixed, array, boxes, keypoints, text, json",
         ),
-        (huge_rows, r"/fields/tags: shape=\(4, 99999999999\) is no shape of an item"),
+        (huge_rows, r"/fields/tags: shape=\(4, 99999999999\) is not a shape of an item"),
         (spelled_otherwise, "/fields/tags has attributes that h5feed does not write"),
         (bad_name, "/fields/label cannot be the name of a field"),
         (other_type, r"/fields/price is float32 \(3,\), not float64 \(3,\)"),
         (text_as_json, "its fingerprint does not match"),
         (rows_of_nothing, "/fields/kinds has rows_of='price', no boxes"),
         (other_row_counts, "/fields/kinds has other rows than /fields/boxes"),
-        (no_permutation, r"/fields/joints: swap=\(0, 1, 1\) is no permutation of keypoints"),
+        (no_permutation, r"/fields/joints: swap=\(0, 1, 1\) is not a permutation of keypoints"),
         (a_link, "/fields/more is a soft or external link"),
         (not_a_group, "/fields is not a group"),
     ],
@@ -210,5 +210,5 @@ def test_fields_at_another_address_are_refused(packed):
     ],
 )
 def test_types_that_are_none(kind, dtype, shape):
-    with pytest.raises(ValueError, match=r"is none of|is bytes|is no shape|is float32"):
+    with pytest.raises(ValueError, match=r"is none of|is bytes|is not a shape|is float32"):
         FieldType(kind=kind, dtype=dtype, shape=shape)

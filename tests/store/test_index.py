@@ -209,7 +209,7 @@ def test_paths_for_names_and_bytes_outside_a_shard_are_refused(folder, tmp_path)
         file["shards/counts"][0] = 1 << 61
 
     for change, said in (
-        (renamed, "which is no file's name"),
+        (renamed, "which is not a file's name"),
         (beyond, "outside its shard"),
         (negative, "outside its shard"),
         (too_many, "more items than there can be"),

@@ -287,7 +287,7 @@ def test_an_item_that_the_disk_does_not_give_is_an_os_error(opened, images, monk
 
 
 def test_what_the_system_says_of_hdf5s_own_reads_is_an_os_error(opened, monkeypatch):
-    """HDF5 reports in words what `pread` said to it: a disk that fails is no damaged file."""
+    """HDF5 reports in words what `pread` said to it: a disk that fails is not a damaged file."""
     index, _ = opened
     said = "file read failed: time = 1, filename = 'a.h5', errno = 5, error message = 'x', buf = 0"
 

@@ -102,9 +102,9 @@ def test_freezing_by_number_by_name_and_all_but_the_head():
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("4", "--freeze 4 is no number of layers to freeze: --model has 4, of which the last must "
-              "be free"),
-        ("0", "--freeze 0 is no number of layers"),
+        ("4", "--freeze 4 is not a number of layers to freeze: --model has 4, and the last must "
+              "stay free"),
+        ("0", "--freeze 0 is not a number of layers"),
         ("2.1,layer9", "--freeze 'layer9' begins no weight's name: --model has 0, 1, 2, 5, whose "),
         ("0,1,2,5", "--freeze 0,1,2,5 freezes every weight: nothing is left to train"),
     ],

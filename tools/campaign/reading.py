@@ -28,7 +28,7 @@ def refusals() -> Iterator[None]:
     except (H5FeedError, OSError) as ex:
         text = str(ex)
         if not text.isprintable() or len(text) > 2000:
-            raise Wrong(f"an error is no printable sentence: {text[:2000]!r}") from ex
+            raise Wrong(f"an error is not a printable sentence: {text[:2000]!r}") from ex
         raise Refused(text) from ex
 
 

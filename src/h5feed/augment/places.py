@@ -27,10 +27,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SanitizeBoundingBoxes(Op):
-    """Leave out boxes of which too little is left; without it, those under one pixel are.
+    """Drop boxes that the ops left too small; without it, only those under one pixel are dropped.
 
-    Named as in torchvision. What belongs to a box (rows_of) is left out with it. It stands
-    anywhere in the list, and looks at the boxes at the end.
+    Named as in torchvision. The rows of other fields that belong to a box (rows_of) are dropped
+    with it. It may stand anywhere in the list: boxes are judged after the last op.
 
     >>> from h5feed import H5Dataset, H5Loader
     >>> from h5feed.augment import RandomResizedCrop, SanitizeBoundingBoxes

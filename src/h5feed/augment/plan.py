@@ -202,7 +202,7 @@ class Plan:
         self.sanitize = SanitizeBoundingBoxes()
         for position, op in enumerate(ops):
             if not isinstance(op, Op):
-                raise UsageError(f"augment holds {op!r}, which is no op of h5feed.augment")
+                raise UsageError(f"augment holds {op!r}, which is not an op of h5feed.augment")
             if self.mix is not None:
                 raise UsageError(f"{self.mix[1]!r} works on whole batches: put it last")
             op.join(self, position)

@@ -60,7 +60,8 @@ def from_torchvision(augment: Any) -> tuple[Op, ...]:
         raise UsageError(f"augment={augment!r} is one op: give a list of ops, augment=[...]")
     if not isinstance(augment, Iterable) and not callable(augment):
         raise UsageError(
-            f"augment={augment!r} is no list of ops of h5feed.augment, and no torchvision transform"
+            f"augment={augment!r} is not a list of ops of h5feed.augment, nor a transform of "
+            "torchvision"
         )
     return tuple(_joined(_ops([augment] if _is_foreign(augment) else augment)))
 
@@ -90,7 +91,7 @@ def _ops(transforms: Iterable[Any]) -> Iterator[Any]:
             )
         else:
             raise UsageError(
-                f"augment holds {transform!r}, which is no op of h5feed.augment; {_WAY_OUT}"
+                f"augment holds {transform!r}, which is not an op of h5feed.augment; {_WAY_OUT}"
             )
 
 

@@ -40,7 +40,7 @@ __all__ = ["CopyLoop", "CropLoop", "RegionDecodeLoop", "crop_boxes", "disk_rate"
 
 UInt8 = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.int64]
-_DRAWN = 4096  # crops drawn beforehand and used in turn: drawing is no part of the ceiling
+_DRAWN = 4096  # crops drawn beforehand and used in turn: drawing is not part of the ceiling
 _BLOCK = 4 << 20
 _BUFFERS = 4  # enough that no thread waits for the caller to wake up on a busy machine
 
@@ -236,8 +236,8 @@ def disk_rate(
 ) -> float | None:
     """Evict `file` and read it from the disk, each thread its own part; return bytes per second.
 
-    The best of `tries`: what else the disk has to do is no part of a ceiling. None where the
-    page cache cannot be told to let go. Nothing may have the file mapped.
+    The best of `tries`: other work of the disk is not part of a ceiling. None where the page cache
+    cannot be emptied. Nothing may have the file mapped.
     """
     return max(_tried_rates(file, seconds, threads, tries), default=None)
 

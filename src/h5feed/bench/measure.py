@@ -79,7 +79,7 @@ class Expectation:
     label_counts: Sequence[int] | None = None
     """How many images each class has, sorted; None: not known."""
     ceiling: bool = False
-    """A ceiling is no loader: its shape and content are its own affair."""
+    """A ceiling is not a loader: its shape and content are its own affair."""
 
 
 class DishonestError(Exception):
@@ -199,8 +199,8 @@ class Window:
     read_bytes: int | None
     """From the disk, within the stretch; in a cold one from its first image on."""
     lost_share: float | None = None
-    """Of the time of the epochs that ended: what went by between the last batch and the end. A
-    loader that makes batches which nobody gets does it there. None where none ended."""
+    """Share of an epoch's time that passed between its last batch and its end, where a loader may
+    be making batches that are thrown away. None if no epoch ended."""
 
     @property
     def rate(self) -> float:

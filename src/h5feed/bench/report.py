@@ -130,7 +130,7 @@ class Comparison(Report):
 
     @property
     def ceiling(self) -> Outcome | None:
-        """The first ceiling: what nobody can pass by much."""
+        """The first ceiling: no loader can be much faster."""
         return next((o for o in self.outcomes if o.ceiling and o.rate), None)
 
     def speed_up(self, o: Outcome) -> float | None:
@@ -165,7 +165,7 @@ class Comparison(Report):
         return said + "."
 
     def table(self, *, page: bool) -> ReportTable:
-        """A row per outcome. A column that nobody has anything in is left out."""
+        """A row per outcome; empty columns are left out."""
         columns = _COLUMNS[self.kind]
         rows = [[cell(o, self) for cell in columns.values()] for o in self.outcomes]
         kept = [k for k in range(len(columns)) if any(row[k] != "–" for row in rows)]

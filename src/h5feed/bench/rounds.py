@@ -90,7 +90,7 @@ class Outcome(Rates):
     checked_images: int = 0
     distinct: float | None = None
     idle: bool = True
-    """False: it goes on computing when nobody asks, at the cost of the others."""
+    """False: it goes on computing when it is not asked, at the cost of the others."""
     cold: Cold | None = None
     params: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)

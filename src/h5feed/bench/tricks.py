@@ -172,7 +172,7 @@ CHECKPOINTING = Trick(
         source="T. Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv:1604.06174)",
     ),
 )
-"""Bought with time, so it is no part of "all together"."""
+"""Bought with time, so it is not part of "all together"."""
 
 
 def plain(config: TrainConfig, images: Path | None) -> TrainConfig:

@@ -77,11 +77,11 @@ class StockOptions(TypedDict, total=False):
 
 
 def read_stock(stock: StockOptions, seed: int) -> int:
-    """Return the seed; UsageError for what is no argument, or cannot be followed."""
+    """Return the seed; UsageError for what is not an argument, or cannot be followed."""
     unknown = [name for name in stock if name not in StockOptions.__annotations__]
     if unknown:
         raise UsageError(
-            f"{unknown[0]}={stock[unknown[0]]!r} is no argument of H5Loader or DataLoader; "  # type: ignore[literal-required]
+            f"{unknown[0]}={stock[unknown[0]]!r} is not an argument of H5Loader or DataLoader; "  # type: ignore[literal-required]
             "help(H5Loader) lists them"
         )
     given = stock.get("collate_fn")
@@ -158,8 +158,8 @@ def _items_of(dataset: Any, whole: Any, leaves: list[H5Dataset], starts: dict[in
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_items_of(d, whole, leaves, starts) for d in dataset.datasets])
     raise UsageError(
-        f"dataset={whole!r} is no H5Dataset, nor a Subset or ConcatDataset of such; for any other "
-        "dataset use torch's DataLoader"
+        f"dataset={whole!r} is not an H5Dataset, nor a Subset or ConcatDataset of such; for any "
+        "other dataset use torch's DataLoader"
     )
 
 

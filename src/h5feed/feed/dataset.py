@@ -99,7 +99,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         `transform` is called on each image and `target_transform` on each label or mask, or in
         the place of both `transforms` on (image, target), as in torchvision.
 
-        `output` is what an image is handed out as. By default a transform gets PIL images, as
+        `output` says as what type images are returned. By default a transform gets PIL images, as
         ImageFolder's does (torchvision's v2 ones given as `transforms`: tv_tensors, by which they
         tell a mask from an image), and without any you get tensors. Transforms that take tensors
         are faster on `output="tensor"`.
@@ -116,8 +116,9 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         so, and the first that `ds[i]` gives otherwise comes with a warning. H5Loader needs none
         of this.
 
-        `target_dtype` is what labels and masks are made before `target_transform` gets them: most
-        losses want masks as torch.int64, and they are stored as uint8, an eighth of the bytes.
+        `target_dtype` is the type that labels and masks are converted to before `target_transform`
+        is called: most losses want masks as torch.int64, and they are stored as uint8, an eighth
+        of the bytes.
         Class numbers are then tensors without axes.
 
         `keys` names image and target: `ds[i]` is then a dict, which Hugging Face's Trainer takes.
@@ -147,7 +148,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         check_whole(1, max_pixels=max_pixels)
         if target_dtype is not None and not isinstance(target_dtype, torch.dtype):
             raise UsageError(
-                f"target_dtype={target_dtype!r} is no dtype of torch: give torch.int64"
+                f"target_dtype={target_dtype!r} is not a dtype of torch: give torch.int64"
             )
         self._given_output: Output | None = output
         self._given_aspect: Aspect | None = aspect
@@ -246,7 +247,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         >>> ds.select(lambda columns: (columns["class"] == "cat") & (columns["width"] >= 64))
         array([ 0,  2,  4,  6,  8, 10])
 
-        Raises UsageError where there is no such column, or what comes is no array of booleans.
+        Raises UsageError where there is no such column, or what comes is not an array of booleans.
         """
         return select_items(self.files, condition)
 
@@ -286,9 +287,9 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     @property
     def transforms(self) -> Transforms | None:
-        """Called on (image, target); what was given as such, or `transform` and `target_transform`.
+        """The function called on (image, target): `transforms`, or both of the separate ones.
 
-        None where there are none of these. May be replaced at any time.
+        None if none was given. May be replaced at any time.
         """
         if self._transforms is None and (self.transform or self.target_transform):
             return StandardTransform(self.transform, self.target_transform)
@@ -538,7 +539,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         )
 
     def _warn_squeezed(self, what: str) -> None:
-        """Warn, once, where `what` gives squeezed images that nobody asked for."""
+        """Warn once if `what` returns squeezed images without having been asked to."""
         self._warned, self._warns = True, False
         if squeezed := self._squeezed():
             warnings.warn(f"{what} gives {squeezed}", stacklevel=3)
@@ -566,7 +567,7 @@ _GIVEN: dict[Output, str] = {
 
 def _check_callable(name: str, given: Any) -> None:
     if given is not None and not callable(given):
-        raise UsageError(f"{name}={given!r} is no function: give a function, or leave it out")
+        raise UsageError(f"{name}={given!r} is not a function: give a function, or leave it out")
 
 
 def _one_or_the_other(name: str) -> UsageError:
@@ -595,7 +596,8 @@ def _checked_image_root(image_root: FilePath | None) -> str | None:
     folder = os.path.expanduser(os.fspath(image_root))
     if not Path(folder).is_dir():
         raise UsageError(
-            f"image_root={folder!r} is no folder: give the folder that was packed, or leave it out"
+            f"image_root={folder!r} is not a folder: give the folder that was packed, or leave it "
+            "out"
         )
     return folder
 

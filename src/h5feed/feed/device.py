@@ -350,8 +350,8 @@ def choose_resident(
 ) -> tuple[Residency, str, Resident | None]:
     """Return where the images lie, why, and what gathers them where a device does.
 
-    What `choose_residency` says; but "auto" streams what there turns out to be no room for, or
-    what the system does not lock.
+    As `choose_residency` says; but "auto" falls back to streaming if there turns out to be no room,
+    or if the system refuses to lock the pages.
     """
     mode, why = choose_residency(asked, files, transfer, augment_on=augment_on)
     if mode == "stream":

@@ -180,7 +180,7 @@ def select_items(files: PackedFiles, condition: Callable[[ItemColumns], Any]) ->
 
 
 def target_names(target: Target, files: PackedFiles) -> tuple[str, ...] | str | None:
-    """Return what `target` names, "all" spelled out; UsageError for what the files do not have."""
+    """Return the fields that `target` names; UsageError for one that the files do not have."""
     has = ["label", *(["mask"] if "masks" in files.specs else []), *files.field_types]
     if target is None:
         return None

@@ -111,9 +111,9 @@ class PackedFiles:
         return _reopen, (self.paths, fingerprints, self._max_pixels)
 
     def reading(self) -> PackedFiles:
-        """Return the same items, of which `item` reads each from the disk into memory of its own.
+        """Return the same items, read from the disk by `item` instead of mapped.
 
-        Then a DamagedItemError says what the disk does not give, where a view ends the process.
+        A failing disk then raises DamagedItemError; with a mapping it would end the process.
         """
         for mapping in self._mappings:
             mapping.keep_open()
@@ -419,7 +419,7 @@ def expand_paths(root: FilePath | Sequence[FilePath]) -> list[str]:
     elif isinstance(root, Sequence) and all(isinstance(path, str | os.PathLike) for path in root):
         paths = [os.fspath(path) for path in root]
     else:
-        raise UsageError(f"root={root!r} is no path: give a packed file, or a list of some")
+        raise UsageError(f"root={root!r} is not a path: give a packed file, or a list of some")
     if not paths:
         raise UsageError(f"root={root!r} names no file; give at least one packed file")
     for path in paths:

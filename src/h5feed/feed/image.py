@@ -288,7 +288,7 @@ class JpegItems:
         if start not in self._known:
             kind = (header.frame, header.components, header.scan_components, header.orientation)
             if kind != _ENCODED:
-                raise ValueError("it is no baseline JPEG of three components")
+                raise ValueError("it is not a baseline JPEG of three components")
             self._check_size(index, (header.height, header.width))
             if not self._files.is_intact(index):
                 raise ValueError(BYTES_CHANGED)

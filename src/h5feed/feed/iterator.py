@@ -227,7 +227,7 @@ class Epoch:
     failed: bool = False
     """Whether a batch tells that no further one can be made; those planned later need not."""
     iterator: Callable[[], object] = lambda: None
-    """A weak reference to the pass: nobody waits for batches of one that is no more."""
+    """A weak reference to the pass: once it is gone, so is the need for its batches."""
 
     @property
     def cancelled(self) -> bool:
@@ -266,7 +266,7 @@ class BatchTask:
 
     @property
     def stop(self) -> int:
-        """The row from which on nobody needs any: of several errors the first row's is told."""
+        """Rows from here on need not be filled: of several errors, the first row's is raised."""
         return 0 if self._epoch.cancelled else self._failed_at
 
     def take_error(self) -> BaseException:

@@ -189,8 +189,8 @@ class PackedLoader(DataLoaderFacts, ABC):
         Where nothing was left, as with a state taken in the last batch's loop body, it is the next
         epoch, unless `set_epoch` names that one: then it is an empty pass.
 
-        Takes the state's seed. Raises UsageError for what is no state, for one of other data or
-        of another order, and for one that stands outside its epoch.
+        Takes over the state's seed. Raises UsageError if `state` is not a state, belongs to other
+        data or another order, or points outside its epoch.
         """
         found = read_state(state, fingerprint=self._files.fingerprint, order=self._order.kind)
         check_place(found, self._order.samples(found.epoch))
@@ -211,7 +211,7 @@ class PackedLoader(DataLoaderFacts, ABC):
         return Cursor(cursor.epoch + 1) if cursor.begun or self._is_over(cursor) else cursor
 
     def _is_over(self, cursor: Cursor) -> bool:
-        """Whether a loaded state left nothing of its epoch, which nobody asked for by name."""
+        """Whether a loaded state is at the end of its epoch and `set_epoch` did not ask for it."""
         if cursor.named or cursor.consumed == 0:
             return False
         self._order.samples(cursor.epoch)  # a sampler's length may depend on the epoch
@@ -233,7 +233,7 @@ class PackedLoader(DataLoaderFacts, ABC):
 
     @property
     def collate_fn(self) -> LoaderCollate:
-        """What makes batches of what `batch_sampler` gives, in a DataLoader of somebody else's."""
+        """Makes batches of what `batch_sampler` yields, in a DataLoader built by someone else."""
         return LoaderCollate(_refuse_to_build, ())
 
     def _share(self) -> int:
@@ -538,7 +538,7 @@ class H5Loader(PackedLoader):
 
     @property
     def collate_fn(self) -> LoaderCollate:
-        """What makes batches of what `batch_sampler` gives, in a DataLoader of somebody else's.
+        """Makes batches of what `batch_sampler` yields, in a DataLoader built by someone else.
 
         accelerate's `skip_first_batches` builds one. Its batches lie on the CPU.
         """
@@ -685,12 +685,12 @@ class State:
 def read_state(state: Mapping[str, Any], *, fingerprint: str, order: str) -> State:
     """Return `state` checked; UsageError where it is none, or belongs to other data or order."""
     if not isinstance(state, Mapping):
-        raise UsageError(f"state={state!r} is no state of H5Loader; pass what state_dict() gave")
+        raise UsageError(f"state={state!r} is not a state of H5Loader; pass what state_dict() gave")
     kinds = {field.name: field.type for field in fields(State)}
     wrong = [k for k, kind in kinds.items() if type(state.get(k)).__name__ != kind]
     if wrong or state["version"] != _VERSION:
         raise UsageError(
-            f"state={state!r} is no state of H5Loader, version {_VERSION} "
+            f"state={state!r} is not a state of H5Loader, version {_VERSION} "
             f"({', '.join(wrong) or 'version'} is missing or wrong); pass what state_dict() gave"
         )
     found = State(**{name: state[name] for name in kinds})
@@ -724,8 +724,8 @@ def check_arguments(ds: Any, **numbers: Any) -> None:
     """Refuse a dataset that is none of ours or asks for what no loader does, and counts below 1."""
     if not isinstance(ds, H5Dataset):
         raise UsageError(
-            f"dataset={ds!r} is no H5Dataset; for any other dataset use torch's DataLoader, and "
-            "for a part of an H5Dataset the whole and indices="
+            f"dataset={ds!r} is not an H5Dataset; for any other dataset use torch's DataLoader, "
+            "and for a part of an H5Dataset the whole and indices="
         )
     if ds.image_transform is not None:
         name = "transform" if ds.transform is not None else "transforms"

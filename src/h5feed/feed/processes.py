@@ -391,7 +391,7 @@ def serve() -> None:
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
-        for child in children:  # or they would be zombies, where the first process is no init
+        for child in children:  # or they would be zombies, where the first process is not an init
             os.waitpid(child, 0)
 
 

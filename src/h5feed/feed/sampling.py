@@ -215,7 +215,9 @@ def choose_weights(weights: Weights, labels: NDArray[Any]) -> NDArray[np.float64
     try:
         found = np.asarray(weights, np.float64)
     except (TypeError, ValueError) as ex:
-        raise UsageError(f"weights={type(weights).__name__} is no array of numbers ({ex})") from ex
+        raise UsageError(
+            f"weights={type(weights).__name__} is not an array of numbers ({ex})"
+        ) from ex
     if found.shape != labels.shape[:1]:
         raise UsageError(
             f"weights have the shape {found.shape}, and there are {len(labels)} samples: give one "
@@ -278,7 +280,7 @@ def _as_indices(values: Sequence[Any], count: int, argument: str) -> NDArray[np.
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise UsageError(
             f"{argument} must give one whole number per sample, got an array of shape "
-            f"{array.shape} and type {array.dtype} (a BatchSampler is no Sampler here)"
+            f"{array.shape} and type {array.dtype} (a BatchSampler is not a Sampler here)"
         )
     if array.size and not (array.min() >= 0 and array.max() < count):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A few threads that take jobs from a queue, and end when nobody can bring any more."""
+"""A few threads that take jobs from a queue, and end once their loader is gone."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _stop(jobs: Jobs, workers: list[threading.Thread], pid: int) -> None:
     for _ in workers:
         jobs.put(None)
     if threading.current_thread() in workers:
-        return  # a job was the last to hold the pool: nobody waits for another
+        return  # a job held the pool last: there are no more to come
     for worker in workers:
         worker.join()
     with suppress(Empty):  # what the last jobs submitted: somebody may be waiting for it

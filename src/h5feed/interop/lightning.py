@@ -110,9 +110,9 @@ class H5DataModule(_DataModule):  # type: ignore[misc]
         for name in self._options:
             if name not in _OPTIONS:
                 raise UsageError(
-                    f"{name}={self._options[name]!r} is no option of H5DataModule: give those of "
-                    "H5Loader (ranks are Lightning's), or train, val, test, predict, batch_size, "
-                    "eval_batch_size, augment, eval_augment, indices"
+                    f"{name}={self._options[name]!r} is not an option of H5DataModule: give those "
+                    "of H5Loader (ranks are Lightning's), or train, val, test, predict, "
+                    "batch_size, eval_batch_size, augment, eval_augment, indices"
                 )
         for name in self._indices:
             if name not in self._given or _are_several(self._given[name]):

@@ -92,7 +92,7 @@ def create_loader(
     known = (*_OF_TRANSFORM, *_WITHOUT_EFFECT, *_LEFT_OUT)
     for name, value in others.items():
         if name not in known or (name in _LEFT_OUT and value):
-            why = "is not supported by" if name in known else "is no argument of"
+            why = "is not supported by" if name in known else "is not an argument of"
             raise UsageError(
                 f"{name}={value!r} {why} h5feed.interop.timm.create_loader: leave it out, or use "
                 'timm\'s create_loader over H5Dataset(path, output="pil")'

@@ -130,7 +130,7 @@ class _Boxes:
 
     def add_image(self, name: Any, entry: str) -> None:
         if not isinstance(name, str) or not name:
-            raise self.error(entry, f"{name!r} is no file name")
+            raise self.error(entry, f"{name!r} is not a file name")
         full = os.path.normpath(os.path.join(self.root, name))
         plain = os.path.relpath(full, self.root).replace(os.sep, "/")
         if plain.startswith("../"):
@@ -211,7 +211,7 @@ def _listed(path: Path, found: Mapping[str, Any], name: str) -> list[Mapping[str
     for entry in entries:
         number = entry.get("id")
         if not isinstance(number, int) or isinstance(number, bool) or not abs(number) < 1 << 63:
-            raise UsageError(f"{path}: {name} have the id {number!r}, which is no whole number")
+            raise UsageError(f"{path}: {name} have the id {number!r}, which is not a whole number")
     _refuse_twins(path, f"id in {name}", [entry["id"] for entry in entries])
     return sorted(entries, key=lambda entry: entry["id"])
 

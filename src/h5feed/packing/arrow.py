@@ -37,7 +37,7 @@ def open_parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
     except pa.ArrowInvalid as ex:
-        raise UsageError(f"{path} is no parquet file, or damaged ({ex})") from ex
+        raise UsageError(f"{path} is not a parquet file, or damaged ({ex})") from ex
 
 
 def table_rows(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:

@@ -49,7 +49,7 @@ def parse_field(text: str) -> tuple[str, FieldType | None]:
         shape = tuple(map(int, sides[rows:]))
         return name, FieldType(kind="array" if rows else "fixed", dtype=found[1], shape=shape)
     except ValueError:
-        raise UsageError(f"field={text!r}: {kind!r} is no type: give {_TYPES}") from None
+        raise UsageError(f"field={text!r}: {kind!r} is not a type: give {_TYPES}") from None
 
 
 class FieldBuilder:

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _VERSION = 1
-"""Of the journal: a run goes on from one that it would have written itself, and from no other."""
+"""Of the journal: a run resumes only from a journal that it could have written itself."""
 _FRAME = struct.Struct("<4sIII")  # magic, bytes of JSON, bytes of rows, CRC-32 of both
 _MAGIC = b"h5fj"
 _MOST_FRAME_BYTES = 64 << 20  # an entry has at most 256 images' facts
@@ -102,7 +102,7 @@ class Journal:
         return self._paths.payloads(self._specs)
 
     def begin(self, header: Header) -> None:
-        """Write the header of a new journal, in place of what there is; raises OSError."""
+        """Write the header of a new journal, in place of the old one; raises OSError."""
         with naming(self._paths.journal):
             os.ftruncate(self._handle, 0)
         self._end = self.stop = 0

@@ -120,15 +120,15 @@ class PackOptions:
                 if value < least:
                     raise UsageError(f"{name}={value} is too small: give {least} or more")
         if not isinstance(self.background, Sequence) or len(self.background) != 3:
-            raise UsageError(f"background={self.background} is no color: give red, green, blue")
+            raise UsageError(f"background={self.background} is not a color: give red, green, blue")
         for value in self.background:
             _in_range("background", value, 0, 255)
         _in_range("mask_fill", self.mask_fill, 0, 255)
         for end in self.extensions or ("",):
             if not end.startswith(".") or end != end.lower():
                 raise UsageError(
-                    f"extensions={' '.join(self.extensions)}: {end!r} is no end of a name: give "
-                    "them in small letters, with their dots, such as .jpg .gif"
+                    f"extensions={' '.join(self.extensions)}: {end!r} is not the end of a name: "
+                    "give them in small letters, with their dots, such as .jpg .gif"
                 )
         self._check_companions()
 
@@ -166,7 +166,7 @@ class PackOptions:
             )
         if self.mask_fill != 0 and self.fit != "pad":
             raise UsageError(
-                f"mask_fill={self.mask_fill} is what surrounds letterboxed masks, and "
+                f"mask_fill={self.mask_fill} fills the borders of letterboxed masks, and "
                 f"fit={self.fit} makes none: leave it out, or take fit=pad"
             )
         if self.annotations is not None and self.manifest is not None:

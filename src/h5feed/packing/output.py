@@ -143,7 +143,7 @@ def check_out(paths: OutputPaths, source: Path | None, options: PackOptions) -> 
 
 
 def refuse_existing(paths: OutputPaths, options: PackOptions) -> None:
-    """Refuse to replace a file, or to follow a link, that nobody asked to replace or follow."""
+    """Refuse to replace a file or to follow a link without being asked to."""
     if options.overwrite or not os.path.lexists(paths.given):
         return
     if not paths.out.exists():

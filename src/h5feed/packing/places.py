@@ -25,9 +25,9 @@ def stored_places(
 ) -> dict[str, FieldValues]:
     """Return the fields with boxes and keypoints in stored pixels, those of N packed images.
 
-    source_shapes: (N, 2) height and width, upright. Boxes are clipped to what is stored of their
-    image; one of which less than a pixel is left goes, with its rows in other fields. Keypoints
-    outside are zeros, as COCO marks what is not labelled.
+    source_shapes: (N, 2) height and width, upright. Boxes are clipped to the stored part
+    of their image; one with less than a pixel left is dropped, with its rows in other fields.
+    Keypoints outside become zeros, COCO's mark for "not labelled".
     """
     if not any(values.type.kind in ("boxes", "keypoints") for values in fields.values()):
         return dict(fields)

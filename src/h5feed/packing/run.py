@@ -261,7 +261,7 @@ def _resume_or_begin(
 def _is_already_out(
     paths: OutputPaths, job: Job, done: Sequence[BlockResult], progress: bool
 ) -> bool:
-    """Return whether OUT is what these blocks tell of: the run died after its last rename."""
+    """Return whether OUT is the file of these blocks: the run died after its last rename."""
     if not done or done[-1].stop < len(job.source) or not paths.out.exists():
         return False
     results = Results(job)

@@ -410,7 +410,9 @@ class _Builder:
         if isinstance(cell, list):
             return cell
         if self._wanted.label_delimiter is None:
-            raise self._error(row, column, f"{_SHORT.repr(cell)} is no list, as in the first row")
+            raise self._error(
+                row, column, f"{_SHORT.repr(cell)} is not a list, as in the first row"
+            )
         parts = [part.strip() for part in str(cell).split(self._wanted.label_delimiter)]
         return [part for part in parts if part]
 
@@ -455,7 +457,7 @@ class _Builder:
             raise self._error(row, column, f"{_SHORT.repr(cell)} is not a number to predict")
         number = float(cell)
         if not abs(number) <= _LARGEST:
-            what = f"{cell!r} is no target to learn: give a finite number of 32 bits"
+            what = f"{cell!r} is not a target to learn: give a finite number of 32 bits"
             raise self._error(row, column, what)
         return number
 

@@ -79,9 +79,9 @@ class FieldType:
         if self.rows_of and not (keypoints or self.kind == "array"):
             raise ValueError(f"rows_of={self.rows_of!r} is for the rows of an array")
         if self.swap and not (keypoints and sorted(self.swap) == list(range(sides[0]))):
-            raise ValueError(f"swap={self.swap} is no permutation of keypoints")
+            raise ValueError(f"swap={self.swap} is not a permutation of keypoints")
         if min(sides, default=1) < 1 or len(sides) > 8 or math.prod(sides) > _MOST_NUMBERS:
-            raise ValueError(f"shape={self.shape} is no shape of an item")
+            raise ValueError(f"shape={self.shape} is not a shape of an item")
 
     @property
     def is_fixed(self) -> bool:

@@ -227,7 +227,7 @@ def validated_index(gate: Gate, file: h5py.File) -> FileIndex:
 
 
 def check_head(gate: Gate, file: h5py.File) -> None:
-    """Refuse what is no finished file, or index, of this version."""
+    """Refuse what is not a finished file, or index, of this version."""
     if "format" not in file.attrs or gate.text(file, "format") != FORMAT:
         raise H5FormatError(
             f"{gate.path}: an HDF5 file, but not h5feed's (no attribute format={FORMAT!r}); "
@@ -487,7 +487,7 @@ def read_json(gate: Gate, name: str, text: str) -> dict[str, Any]:
             text, parse_int=_whole_number, parse_float=_finite, parse_constant=_finite
         )
     except (ValueError, RecursionError) as ex:
-        raise gate.refuse(f"attribute {name} is no JSON ({ex})") from ex
+        raise gate.refuse(f"attribute {name} is not JSON ({ex})") from ex
     if not isinstance(value, dict):
         raise gate.refuse(f"attribute {name} is not a JSON object")
     level: list[Any] = [value]
@@ -512,5 +512,5 @@ def _whole_number(digits: str) -> int:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no finite number")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return value

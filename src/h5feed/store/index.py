@@ -895,7 +895,7 @@ def _shard_names(gate: Gate, table: Array) -> tuple[str, ...]:
     names = _decoded(table)
     for name in names:
         if Path(name).name != name or "\0" in name or name == "..":
-            raise gate.refuse(f"/shards/names has {name!r}, which is no file's name")
+            raise gate.refuse(f"/shards/names has {name!r}, which is not a file's name")
     if not names or len(set(names)) < len(names):
         raise gate.refuse("/shards/names has no shard, or one twice")
     return names

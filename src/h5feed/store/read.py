@@ -351,8 +351,8 @@ _LATER: Final = 64  # reads: so much later, when a batch's worth of them may hav
 class _CopyOnWrite:
     """Views of a file that may be written to, each given only while its pages are the file's.
 
-    The mapping is private: a page that is written is copied by the kernel and is this process's
-    own from then on, and so would be what the next reader of it sees. /proc/self/pagemap tells
+    The mapping is private: the kernel copies a page that is written to, and from then on every
+    reader in this process would see that copy. /proc/self/pagemap tells
     (4 µs for 256² pixels; a copy costs 7 µs where its memory is used again at once, and 30 µs in a
     batch of 64). So every read looks at its pages first. The first one found written ends this
     for good: who writes once writes on, and the kernel's copies cost more than plain ones and stay.

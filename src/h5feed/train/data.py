@@ -108,7 +108,7 @@ class Data:
     classes: tuple[str, ...] = ()
     """Their names, where they have some."""
     count: int = 0
-    """Images to train on; 0 where nobody knows."""
+    """Images to train on; 0 if unknown."""
     val_loader: Iterable[Batch] | None = None
     """This process's share of the images to score on; the last batch may be short."""
 
@@ -541,7 +541,7 @@ def scoring_ops(
 ) -> list[Op]:
     """Return the ops for scoring: the middle 7/8 of photos, the whole of everything else.
 
-    224 of 256 px is what ImageNet's accuracies are stated for.
+    ImageNet's accuracies are stated for 224 of 256 px.
 
     >>> scoring_ops(DataConfig(), 224, (256, 256), dense=False)
     [Resize(size=256, ...), CenterCrop(size=224, ...)]

@@ -84,7 +84,7 @@ def check_gradients(net: nn.Module, task: Task, batch: Batch) -> None:
     )  # torch's checkpoint takes no functional_call, and the gradients are the same
     for module in twin.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.eval()  # another mask in each pass is no derivative
+            module.eval()  # another mask in each pass is not a derivative
     images = batch[0][:2].double().requires_grad_()
     targets = batch[1][:2]
     targets = targets.double() if targets.is_floating_point() else targets

@@ -46,7 +46,7 @@ _PATIENCE = 10.0
 """Seconds for the other processes to end after one was interrupted."""
 
 _GLOO_REST = 0.2
-"""Seconds in which gloo's threads let go of their last work."""
+"""Seconds for gloo's threads to drop their last work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

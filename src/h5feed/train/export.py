@@ -25,7 +25,7 @@ def load_trained(path: str | os.PathLike[str]) -> nn.Module:
 
     It takes images as the file has them (uint8 or float 0 to 255, (B, 3, H, W)) and normalizes
     them itself. Its weights are the averaged ones where the run kept an average. Raises
-    UsageError when `path` is no checkpoint.
+    UsageError when `path` is not a checkpoint.
 
     >>> from h5feed.train import TrainConfig, train
     >>> from h5feed.train.config import DebugConfig, ModelConfig
@@ -100,8 +100,8 @@ def export(checkpoint: Path, to: Path, *, size: int = 0) -> Exported:
     S), any B, normalizes, and returns what the model returns; `size` is S, by default the run's.
     The averaged weights are taken where the run kept an average.
 
-    Raises UsageError for another ending or a file that is no checkpoint, ImportError where ONNX's
-    libraries are missing, and H5FeedError where torch cannot trace the model or `to` cannot be
+    Raises UsageError for another ending or a file that is not a checkpoint, ImportError if ONNX's
+    libraries are missing, and H5FeedError if torch cannot trace the model or `to` cannot be
     written.
 
     >>> export(Path("run/best.pt"), Path("net.tflite"))

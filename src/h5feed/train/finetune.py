@@ -40,7 +40,7 @@ class Weights:
     source: str
     """Where they are from, as errors and notes say it."""
     mean: Sequence[float] | None = None
-    """Of the pixels that they were trained on, per channel, 0 to 255; None: nobody knows."""
+    """Of the pixels that they were trained on, per channel, 0 to 255; None: unknown."""
     std: Sequence[float] | None = None
     """Likewise."""
     dropped_biases: tuple[str, ...] = ()
@@ -379,8 +379,8 @@ def freeze(model: nn.Module, wanted: str, head: frozenset[str]) -> list[str]:
         layers = parameter_layers(model)
         if not 0 < int(wanted) < len(layers):
             raise UsageError(
-                f"--freeze {wanted} is no number of layers to freeze: --model has {len(layers)}, "
-                "of which the last must be free"
+                f"--freeze {wanted} is not a number of layers to freeze: --model has "
+                f"{len(layers)}, and the last must stay free"
             )
         frozen = {name for layer in layers[: int(wanted)] for name in layer}
     else:

@@ -310,7 +310,7 @@ class MetricsLog:
     """
 
     def __init__(self, config: TrainConfig, world: World, *, step: int) -> None:
-        """`step` is the one that is gone on from, 0 for a new run. Nothing is written yet."""
+        """`step` is where the run continues, 0 for a new one. Nothing is written yet."""
         self._config, self._step = config, step
         self._path = config.out / METRICS if world.is_main else None
         self._boards: list[TensorBoard | WandB] = []
@@ -318,11 +318,10 @@ class MetricsLog:
             require("wandb", "wandb")  # missed now, and not after the first step
 
     def begin(self) -> None:
-        """Make the folder this run's: what an older one left goes, config.json is written.
+        """Make the folder this run's: delete what an older run left, and write config.json.
 
-        To be called when the first step is done, so that a run that cannot be begun costs
-        nothing. Of a resumed run, what was logged and kept after `step`, which it makes again, is
-        taken out.
+        Call it when the first step is done, so that a run that cannot start costs nothing. In a
+        resumed run everything logged after `step` is deleted, because it will be logged again.
         """
         if self._path is None:
             return
@@ -346,7 +345,7 @@ class MetricsLog:
             said = f"--out {out} could not be written: {ex.strerror}"
             raise H5FeedError(f"{said}. Make room, or name another folder") from ex
         if config.debug.tensorboard:
-            with suppress(ImportError):  # on by default, and needed by nobody
+            with suppress(ImportError):  # on by default, but optional
                 self._boards.append(TensorBoard(out, self._step))
         if config.debug.wandb:
             self._boards.append(WandB(config))
@@ -400,7 +399,7 @@ class TensorBoard:
     """TensorBoard's files, in the folder tensorboard of a run."""
 
     def __init__(self, out: Path, step: int) -> None:
-        """`step` is the one that is gone on from. Raises ImportError without TensorBoard."""
+        """`step` is where the run continues. Raises ImportError without TensorBoard."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)

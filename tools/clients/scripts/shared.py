@@ -18,7 +18,7 @@ def arguments() -> argparse.Namespace:
     """Return the data, a folder or a packed file, and how many worker processes read it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("data")
-    parser.add_argument("--masks", help="the folder of masks, for what is no packed file")
+    parser.add_argument("--masks", help="the folder of masks, for what is not a packed file")
     parser.add_argument("--workers", type=int, default=0)
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """h5feed itself: pack, then H5Loader; and the ceilings over the same file.
 
-A ceiling is no rival: the packed file, cropped by cv2 in a thread pool, and nothing else. A JPEG is
-decoded whole, or, by the region-decode loop, only as far as its crop needs, as H5Loader does.
+A ceiling is the packed file, cropped by cv2 in a thread pool, and nothing else. A JPEG is decoded
+whole, or, by the region-decode loop, only as far as its crop needs, as H5Loader does.
 """
 
 from __future__ import annotations

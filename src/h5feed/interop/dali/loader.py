@@ -234,7 +234,7 @@ class GenericIterator(Iterator[list[dict[str, Any]]]):
     ) -> None:
         if not isinstance(last_batch_policy, LastBatchPolicy):
             raise UsageError(
-                f"last_batch_policy={last_batch_policy!r} is no LastBatchPolicy of "
+                f"last_batch_policy={last_batch_policy!r} is not a LastBatchPolicy of "
                 "nvidia.dali.plugin.base_iterator"
             )
         if len(set(output_map)) != len(output_map):
