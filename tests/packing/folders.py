@@ -1,12 +1,19 @@
 """Folders of images that the tests of packing make, and what they look at afterwards."""
 
 import hashlib
+import io
 import itertools
+import os
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
+import pytest
 from PIL import Image
+
+from h5feed.packing.items import ImageSource
+from h5feed.packing.sources import open_source
 
 BROKEN = b"\xff\xd8\xff\xe0 not an image"
 
@@ -16,6 +23,14 @@ def make_image(path: Path, height: int, width: int, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     small = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), np.uint8)
     Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(path)
+
+
+def png_bytes(seed: int) -> bytes:
+    """Return a PNG file of noise."""
+    rng = np.random.default_rng(seed)
+    file = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (20 + seed, 24, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
 
 
 def make_folder(root: Path, *, per_class: int = 12, broken: tuple[int, ...] = ()) -> Path:
@@ -39,6 +54,18 @@ def make_masks(folder: Path, masks: Path) -> Path:
         with Image.open(path) as image:
             Image.new("L", image.size, number).save(target)
     return masks
+
+
+def source_keys(source: ImageSource) -> list[str]:
+    """Return the keys of a source's items."""
+    return [os.fsdecode(source.key(index)) for index in range(len(source))]
+
+
+def refusal(kind: type[Exception], *args: Any, **options: Any) -> str:
+    """Return what `open_source` says as it refuses."""
+    with pytest.raises(kind) as caught:
+        open_source(*args, **options)
+    return str(caught.value)
 
 
 def sha256(path: Path) -> str:

@@ -1,13 +1,15 @@
 """Parquet: as a manifest, as a source of images, and as what Hugging Face's datasets are."""
 
 import datetime
-import os
 
 import pytest
 
+from h5feed import H5Dataset, pack
 from h5feed.errors import UsageError
 from h5feed.packing.sources import open_source
 from h5feed.store.fields import FieldType
+from packing.folders import png_bytes as image
+from packing.folders import source_keys as keys
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -30,10 +32,6 @@ def written(path, columns, types=None, **options):
 def opened(root, columns, types=None, **options):
     path = written(root.parent / "list.parquet", {"id": ["1", "2", "3"], **columns}, types)
     return open_source(root, manifest=path, **options)
-
-
-def keys(source):
-    return [os.fsdecode(source.key(index)) for index in range(len(source))]
 
 
 # --- a manifest
@@ -139,3 +137,145 @@ def test_class_names_that_hugging_face_noted_are_kept(root):
     parquet.write_table(table, path)
     with pytest.raises(UsageError, match="row 2, column 'kind': 3 is none of the 3 classes"):
         open_source(root, manifest=path, label_column="kind")
+
+
+# --- images in parquet, and Hugging Face's datasets
+
+SIZE = 16
+
+
+def cells(first, stop):
+    return [{"bytes": image(n), "path": f"{n}.png"} for n in range(first, stop)]
+
+
+def stored(path):
+    ds = H5Dataset(path, aspect="stored")
+    return [image.tolist() for image, _ in ds], ds.targets, ds.classes
+
+
+@pytest.fixture
+def expected(tmp_path):
+    for n in range(10):
+        path = tmp_path / "images" / "ab"[n % 2] / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image(n))
+    rows = "".join(f"{'ab'[n % 2]}/{n},{'ab'[n % 2]}\n" for n in range(10))
+    (tmp_path / "order.csv").write_text("id,class\n" + rows)
+    out = tmp_path / "expected.h5"
+    pack(tmp_path / "images", out, size=SIZE, manifest=tmp_path / "order.csv", num_workers=0)
+    return stored(out)
+
+
+def test_images_in_parquet_pack_as_those_in_files_do(tmp_path, expected):
+    folder = tmp_path / "hub" / "data"  # as repositories on the hub have them
+    folder.mkdir(parents=True)
+    for k, (first, stop) in enumerate([(0, 7), (7, 10)]):
+        columns = {"image": cells(first, stop), "label": ["ab"[n % 2] for n in range(first, stop)]}
+        written(folder / f"train-{k:05}-of-00002.parquet", columns, row_group_size=3)
+    out = tmp_path / "out.h5"
+    summary = pack(tmp_path / "hub", out, size=SIZE, num_workers=2)
+    assert summary.bytes_in == sum(len(image(n)) for n in range(10))
+    assert stored(out) == expected
+    paths = [path for path, _ in H5Dataset(out).samples]
+    assert paths[6:8] == ["train-00000-of-00002.parquet/6", "train-00001-of-00002.parquet/0"]
+    pack(f"{folder}/train-*.parquet", out, size="auto", num_workers=0, overwrite=True)
+    assert stored(out)[1:] == expected[1:]
+    source = open_source(folder)
+    order = [9, 0, 1, 4, 4, 2, 8]  # forwards, backwards, in other files and groups
+    assert [source.read(n, max_pixels=10**6) for n in order] == [image(n) for n in order]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "said"),
+    [
+        (
+            {"label": [0]},
+            {},
+            r"no column of image bytes among 'label'; a table of paths is",
+        ),
+        ({"a": [b""], "b": [b""]}, {}, "columns 'a', 'b' hold bytes: say which are the images, as"),
+        ({"a": [b""], "n": [1]}, {"path_column": "n"}, "path_column='n': .*those of bytes are 'a'"),
+        ({"a": [b""], "label": [None]}, {}, "a.parquet, row 1, column 'label': 'None|None is not"),
+        ({"a": [b""]}, {"manifest": "m.csv"}, "manifest=m.csv is about a folder, and SRC is .parq"),
+    ],
+)
+def test_a_mistake_about_images_in_parquet_is_named(tmp_path, columns, options, said):
+    path = written(tmp_path / "a.parquet", columns)
+    with pytest.raises(UsageError, match=said):
+        open_source(path, **options)
+
+
+def test_images_that_are_missing_or_damaged_in_parquet_are_counted_skips(tmp_path):
+    (tmp_path / "2.png").write_bytes(image(2))
+    images = [
+        *cells(0, 2), {"bytes": None, "path": "2.png"}, {"bytes": None, "path": None}, None,
+        {"bytes": b"\x89PNG", "path": None}, {"bytes": None, "path": "none.png"},
+    ]  # fmt: skip
+    kind = {"image": pa.struct([("bytes", pa.binary()), ("path", pa.string())])}
+    path = written(tmp_path / "a.parquet", {"image": images}, kind)
+    summary = pack(path, tmp_path / "out.h5", size=SIZE, num_workers=0)
+    assert summary.items == 3
+    assert [key for key, _ in summary.skipped] == [f"a.parquet/{n}" for n in (3, 4, 5, 6)]
+    assert summary.skipped_by_reason["no image"] == 2
+    written(tmp_path / "b.parquet", {"picture": [b""]})
+    with pytest.raises(UsageError, match=r"b.parquet has columns picture, and .*a.parquet has im"):
+        open_source([path, tmp_path / "b.parquet"])
+
+
+def test_a_hugging_face_dataset_packs_as_it_is(tmp_path, expected):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "img": datasets.Image(),
+            "kind": datasets.ClassLabel(names=["a", "b"]),
+            "caption": datasets.Value("string"),
+            "point": datasets.Sequence(datasets.Value("float32"), length=2),
+        }
+    )
+    rows = {
+        "img": cells(0, 10),
+        "kind": [n % 2 for n in range(10)],
+        "caption": [f"number {n}" for n in range(10)],
+        "point": [[n, 1] for n in range(10)],
+    }
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    out = tmp_path / "out.h5"
+    pack(dataset, out, size=SIZE, num_workers=2, fields=["caption", "point"])
+    assert stored(out) == expected
+    ds = H5Dataset(out)
+    assert (ds.fields["caption"][3], ds.fields["point"][3].tolist()) == ("number 3", [3, 1])
+    some = dataset.select([5, 2]).with_transform(lambda rows: 1 / 0)
+    pack(some, out, size=SIZE, num_workers=0, overwrite=True, store="yuv420", resume=True)
+    assert stored(out)[1:] == ([1, 0], ["a", "b"])
+    for source, said in (
+        (
+            datasets.DatasetDict(train=dataset),
+            r"DatasetDict of train: give one .*source\['train",
+        ),
+        (dataset.to_iterable_dataset(), "IterableDataset, which has no length: load it without"),
+        (
+            dataset.remove_columns("img"),
+            "Dataset: no column of image bytes among 'kind'",
+        ),
+    ):
+        with pytest.raises(UsageError, match=said):
+            pack(source, out, overwrite=True)
+
+
+def test_metadata_beside_images_is_their_manifest(tmp_path):
+    (tmp_path / "1.png").write_bytes(image(1))
+    (tmp_path / "2.png").write_bytes(image(2))
+    assert open_source(tmp_path).labels.tolist() == [-1, -1]
+    (tmp_path / "metadata.csv").write_text("name,label\nx,1\n")  # not Hugging Face's
+    assert open_source(tmp_path).labels.tolist() == [-1, -1]
+    (tmp_path / "metadata.csv").write_text("file_name,label\n2.png,cat\n1.png,dog\n")
+    source = open_source(tmp_path)
+    assert (keys(source), source.classes) == (["2.png", "1.png"], ("cat", "dog"))
+    assert source.notes == (
+        "read as the manifest: metadata.csv in SRC, which has a column file_name",
+    )
+    line = '{"file_name": "1.png", "text": "a dog"}\n'
+    (tmp_path / "metadata.jsonl").write_text(line)
+    with pytest.raises(UsageError, match=r"columns 'text' are neither .* as --field text,"):
+        open_source(tmp_path)
+    assert open_source(tmp_path, fields=["text"]).fields["text"].data.tobytes() == b"a dog"

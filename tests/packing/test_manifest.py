@@ -6,6 +6,7 @@ import pytest
 
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.sources import open_source
+from packing.folders import source_keys as keys
 
 
 @pytest.fixture
@@ -31,10 +32,6 @@ def refusal(root, text, name="list.csv", kind=UsageError):
     with pytest.raises(kind) as caught:
         opened(root, text, name)
     return str(caught.value).replace(str(root.parent), "…")
-
-
-def keys(source):
-    return [os.fsdecode(source.key(index)) for index in range(len(source))]
 
 
 def test_class_names_are_numbered_in_sorted_order(root):

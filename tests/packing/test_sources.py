@@ -10,6 +10,8 @@ from h5feed.errors import PackError, UsageError
 from h5feed.packing import sources
 from h5feed.packing.items import EXTENSIONS
 from h5feed.packing.sources import open_source
+from packing.folders import refusal
+from packing.folders import source_keys as keys
 
 SAMPLES = Path(__file__).parents[2] / "data_samples"
 
@@ -20,16 +22,6 @@ def touch(root, *names):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     return root
-
-
-def keys(source):
-    return [os.fsdecode(source.key(index)) for index in range(len(source))]
-
-
-def refusal(kind, *args, **options):
-    with pytest.raises(kind) as caught:
-        open_source(*args, **options)
-    return str(caught.value)
 
 
 # --- class folders ----------------------------------------------------------

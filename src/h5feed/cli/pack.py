@@ -19,11 +19,12 @@ __all__ = ["main"]
 class _PackCommand:
     """Pack a folder of images into one HDF5 file.
 
-    Subfolders of SRC are classes (SRC/cat/1.jpg); a folder of images alone has none.
+    Subfolders of SRC are classes (SRC/cat/1.jpg); a folder of images alone has none. SRC may also
+    be tar files (WebDataset) or parquet files with images: one, a pattern, or their folder.
     """
 
     src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """Folder of images."""
+    """Folder of images, or tar or parquet files: 'train-{000..146}.tar', 'data/train-*.parquet'."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.h5")]
     """File to make."""
     packing: PackOptions = field(default_factory=PackOptions)

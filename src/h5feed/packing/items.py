@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -57,6 +58,10 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.key_offsets) - 1
+
+    def columns(self) -> dict[str, Any]:
+        """Return what a table is made of by name, to make a source of it."""
+        return {column.name: getattr(self, column.name) for column in dataclass_fields(Table)}
 
     def key(self, index: int) -> bytes:
         """Return an item's path below the folder, in file-system bytes."""

@@ -22,7 +22,7 @@ from h5feed.packing.items import EXTENSIONS, FURTHER_EXTENSIONS, Table
 from h5feed.packing.tables import ColumnOptions, RowTable, TableRow, build_table
 from h5feed.text import counted
 
-__all__ = ["read_manifest"]
+__all__ = ["first_columns", "read_manifest"]
 
 _LOWER = EXTENSIONS + FURTHER_EXTENSIONS
 _ENDS = _LOWER + tuple(end.upper() for end in _LOWER)
@@ -52,6 +52,12 @@ def read_manifest(
         raise UsageError(f"manifest {str(manifest)!r} does not exist") from ex
     except OSError as ex:
         raise PackError(f"cannot read the manifest {str(manifest)!r}: {ex.strerror}") from ex
+
+
+def first_columns(manifest: Path) -> list[str]:
+    """Return the columns of a manifest's first row."""
+    row = next(_READERS[manifest.suffix](manifest).rows, None)
+    return [] if row is None else list(row.cells)
 
 
 class _Finder:

@@ -16,9 +16,6 @@ from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spe
 __all__ = ["PackOptions", "field_specs"]
 
 _NOT_CONTENT = frozenset({"num_workers", "on_error", "max_skipped", "overwrite", "resume"})
-_OF_COLUMNS = (
-    "path_column", "label_column", "label_delimiter", "class_columns", "targets", "fields",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +49,8 @@ class PackOptions:
     """A csv, tsv, jsonl or parquet file of paths with labels, classes or numeric targets: columns
     path, label (class numbers or names), class (names), target or target_…."""
     path_column: str | None = None
-    """The manifest's column of paths, whatever it is called; ids without extension will do."""
+    """The manifest's column of paths, whatever it is called; ids without extension will do. In
+    parquet files and Hugging Face's datasets that hold images, the column of these."""
     label_column: str | None = None
     """The manifest's column of class numbers or names, whatever it is called. A cell may hold a
     list of them, in jsonl: an item of several classes."""
@@ -174,10 +172,6 @@ class PackOptions:
                 f"annotations={self.annotations} and manifest={self.manifest} both list the "
                 "images: give one of them"
             )
-        for name in _OF_COLUMNS:
-            if (value := getattr(self, name)) and self.manifest is None:
-                text = value if isinstance(value, str) else " ".join(value)
-                raise UsageError(f"{name}={text} is about a manifest's columns: give one as well")
         if self.label_delimiter == "":
             raise UsageError("label_delimiter='' is empty: give what stands between two classes")
         given = {

@@ -128,6 +128,8 @@ def check_out(paths: OutputPaths, source: Path | None, options: PackOptions) -> 
         )
     if out.exists() and not out.is_file():
         raise UsageError(f"OUT {given} is a device or a pipe: give the name of a file")
+    if source is not None and source.resolve() == out.resolve():
+        raise UsageError(f"OUT {given} is SRC: give another name")
     if source is not None and source.resolve() in out.resolve().parents:
         raise UsageError(
             f"OUT {given} lies inside SRC {source}: give a path outside the images' folder"

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
+from h5feed.packing.arrow import is_hugging_face
 from h5feed.packing.encode import BlockResult, Job
 from h5feed.packing.items import EXTENSIONS, ClassOrder, ImageSource
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_blocks, lock
@@ -26,8 +28,9 @@ from h5feed.packing.output import (
     versions,
 )
 from h5feed.packing.resize import stored_size
-from h5feed.packing.sources import DatasetSource, open_source
+from h5feed.packing.sources import DatasetSource, names_files, open_source
 from h5feed.packing.summary import PackSummary, describe_fit, label_numbers
+from h5feed.packing.tables import ColumnOptions
 from h5feed.packing.workers import Outputs, pack_images
 from h5feed.progress import Progress
 from h5feed.store.layout import Encoding, Fit
@@ -69,9 +72,11 @@ def pack(
 ) -> PackSummary:
     """Pack the images of `source` into the HDF5 file `out`; return a summary.
 
-    `source` is a folder, or any dataset with `len(source)` and `source[i] == (image, label)`:
-    image a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), label a class number
-    or numeric targets. A dataset is read in this process, one item after the other, and cannot
+    `source` is a folder; tar files (WebDataset's) or parquet files with image bytes, by path, list
+    of paths or pattern; a Hugging Face Dataset; or any dataset with `len(source)` and
+    `source[i] == (image, label)`: image a PIL image, a uint8 array (H, W, 3) or a uint8 tensor
+    (3, H, W), label a class number or numeric targets. Such a dataset is read in this process, one
+    item after the other, and cannot
     be resumed. `size` is "auto", S, "HxW" or (H, W); `manifest` may be a pandas DataFrame;
     `progress` shows a bar or lines on stderr; the other options are those of `PackOptions`, which
     describes them.
@@ -164,7 +169,7 @@ def _is_path(source: Any) -> bool:
 
 
 def _open(source: Any, options: PackOptions, progress: bool) -> ImageSource | DatasetSource:
-    if _is_path(source):
+    if names_files(source) or is_hugging_face(source):
         return open_source(
             source,
             manifest=options.manifest,
@@ -186,6 +191,9 @@ def _open(source: Any, options: PackOptions, progress: bool) -> ImageSource | Da
             raise UsageError(
                 f"{name}={getattr(options, name)} needs a folder, and source is a dataset"
             )
+    ColumnOptions(
+        **{one.name: getattr(options, one.name) for one in dataclass_fields(ColumnOptions)}
+    ).refuse("a table's columns, and source is a dataset: leave it out")
     if options.class_order != "sorted":
         raise UsageError(
             f"class_order={options.class_order} numbers the classes of a folder, and source is a "

@@ -1,5 +1,6 @@
-"""What is to be packed: the images of a folder, a manifest or a dataset, and their masks."""
+"""What is to be packed: from SRC, a folder, files or a dataset, to items and their images."""
 
+import glob
 import operator
 import os
 import re
@@ -8,7 +9,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from PIL import Image
 
 from h5feed.errors import PackError, UsageError
 from h5feed.packing.annotations import read_annotations
+from h5feed.packing.arrow import is_hugging_face, open_hugging_face, open_parquets
 from h5feed.packing.decode import DAMAGED, DecodeError, decode_mask, image_to_rgb, read_file
 from h5feed.packing.items import (
     EXTENSIONS,
@@ -28,15 +29,18 @@ from h5feed.packing.items import (
     file_status,
     sorted_classes,
 )
-from h5feed.packing.manifest import read_manifest
+from h5feed.packing.manifest import first_columns, read_manifest
 from h5feed.packing.tables import ColumnOptions
+from h5feed.packing.tars import open_tars
 from h5feed.progress import Progress
 from h5feed.store.fields import FieldValues
 from h5feed.system import is_out_of_memory
 from h5feed.text import counted
 
-__all__ = ["DatasetSource", "FolderSource", "open_source"]
+__all__ = ["DatasetSource", "FolderSource", "names_files", "open_source"]
 
+_BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
+_NUMBERED = re.compile(r"[-_.]?\d.*|\.(?:tar|parquet)$")
 _SPLIT = re.compile("train|training|val|valid|validation|test|testing", re.IGNORECASE)
 _MASK_EXTENSIONS = (
     ".png", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".pgm", ".ppm", ".jpg", ".jpeg",
@@ -83,7 +87,7 @@ class FolderSource(ImageSource):
 
 
 def open_source(
-    root: str | os.PathLike[str],
+    src: Any,
     *,
     manifest: str | os.PathLike[str] | None = None,
     path_column: str | None = None,
@@ -98,45 +102,174 @@ def open_source(
     class_order: ClassOrder = "sorted",
     allow_empty: bool = False,
     progress: bool = False,
-) -> FolderSource:
-    """Find the images of a folder of class folders, a flat folder, or a manifest.
+) -> ImageSource:
+    """Find the images of a folder, of tar or parquet files, or of a Hugging Face Dataset.
 
     Class folders follow torchvision's ImageFolder to the letter: sorted class names, nested
     files, links followed; class_order="natural" numbers them as timm does. A folder without
-    subfolders is flat: its labels are −1. With `manifest` (csv, tsv or jsonl) its rows say which
+    subfolders is flat: its labels are −1. With `manifest` (csv, tsv, jsonl or parquet), or a
+    metadata file with a column file_name in the folder, as Hugging Face has it, its rows say which
     files, in which order, with which labels; the options up to `fields` say what its columns are.
     `annotations` is COCO's JSON file, or a folder of VOC's XML files, about boxes in the images.
     `masks` is a folder that holds a file of the same relative stem for every image.
+
+    Tar files (WebDataset's) and parquet files with a column of image bytes are given by their
+    path, a list of paths, a pattern such as "train-{000..146}.tar" or "data/train-*.parquet", or
+    the folder that holds nothing else.
     `progress` says on stderr what is found, where that takes a while.
 
     Raises UsageError for an argument that names the wrong thing, PackError for what cannot
     be read.
     """
-    folder = Path(root)
-    _check_folder(folder, "SRC")
+    wanted = ColumnOptions(
+        path_column=path_column,
+        label_column=label_column,
+        label_delimiter=label_delimiter,
+        class_columns=class_columns,
+        targets=targets,
+        fields=fields,
+        class_order=class_order,
+    )
+    paths = () if is_hugging_face(src) else _containers(src)
     with Progress(None, "finding images", show=progress, brief=True) as bar:
+        if is_hugging_face(src) or paths:
+            kind = f"{paths[0].suffix} files" if paths else "a dataset"
+            about = {"manifest": manifest, "annotations": annotations, "masks": masks}
+            for name, value in about.items():
+                if value is not None:
+                    raise UsageError(f"{name}={value} is about a folder, and SRC is {kind}")
+            return _open_container(src, paths, wanted, extensions, seen=bar.advance)
+        folder = Path(src)
+        _check_folder(folder, "SRC")
+        note = ""
+        if manifest is None and annotations is None:
+            manifest, note = _metadata(folder)
+        if manifest is None:
+            wanted.refuse("a manifest's columns: give one as well")
         if annotations is not None:
             table = read_annotations(Path(annotations), folder, seen=bar.advance)
         elif manifest is not None:
-            wanted = ColumnOptions(
-                path_column=path_column,
-                label_column=label_column,
-                label_delimiter=label_delimiter,
-                class_columns=class_columns,
-                targets=targets,
-                fields=fields,
-                class_order=class_order,
-            )
             table = read_manifest(Path(manifest), folder, wanted, seen=bar.advance)
         else:
             kinds = _Extensions(extensions)
             table = _read_folder(folder, kinds, class_order, allow_empty, seen=bar.advance)
-    columns = {column.name: getattr(table, column.name) for column in dataclass_fields(table)}
-    source = FolderSource(root=folder, **columns)
+    source = FolderSource(root=folder, **table.columns())
+    if note:
+        source = replace(source, notes=(note, *source.notes))
     if masks is None:
         return source
     with Progress(len(source), "finding masks", show=progress, brief=True) as bar:
         return _with_masks(source, Path(masks), seen=bar.advance)
+
+
+def _metadata(folder: Path) -> tuple[Path | None, str]:
+    """Return the folder's own manifest, as Hugging Face's ImageFolder has it, and what to say."""
+    for name in ("metadata.jsonl", "metadata.csv", "metadata.parquet"):
+        path = folder / name
+        if path.is_file() and "file_name" in first_columns(path):
+            return path, f"read as the manifest: {name} in SRC, which has a column file_name"
+    return None, ""
+
+
+# --- tar and parquet files
+
+
+def names_files(src: Any) -> bool:
+    """Whether a source is a path, a pattern, or a list of paths: no dataset."""
+    if isinstance(src, list | tuple) and src:
+        return all(isinstance(path, str | os.PathLike) for path in src)
+    return isinstance(src, str | os.PathLike)
+
+
+def _open_container(
+    src: Any,
+    paths: Sequence[Path],
+    wanted: ColumnOptions,
+    extensions: Sequence[str],
+    *,
+    seen: Callable[[], None],
+) -> ImageSource:
+    if not paths:
+        return open_hugging_face(src, wanted, seen=seen)
+    top = os.path.commonpath([os.path.abspath(path.parent) for path in paths])
+    names = [os.path.relpath(path, top).replace(os.sep, "/") for path in paths]
+    if paths[0].suffix == ".parquet":
+        return open_parquets(paths, names, wanted, seen=seen)
+    if wanted.path_column is not None:
+        raise UsageError(
+            f"path_column={wanted.path_column}: the images of a tar are its members; leave it out"
+        )
+    return open_tars(paths, names, wanted, extensions=extensions, seen=seen)
+
+
+def _containers(src: Any) -> tuple[Path, ...]:
+    """Return the tar or parquet files that SRC means, in order; () where it is a folder."""
+    given = [src] if isinstance(src, str | os.PathLike) else list(src)
+    if len(given) == 1 and os.path.isdir(given[0]):
+        return _containers_in(Path(given[0]))
+    found = [path for each in given for path in _matching(os.fspath(each))]
+    suffixes = sorted({path.suffix for path in found})
+    if suffixes in ([".tar"], [".parquet"]):
+        return tuple(found)
+    if len(given) == len(found) == 1:
+        return ()  # no folder either, which is said as such
+    raise UsageError(
+        f"SRC names files of {', '.join(map(repr, suffixes))}: give a folder, or files that are "
+        "all .tar or all .parquet"
+    )
+
+
+def _matching(text: str) -> list[Path]:
+    """Return the files of a pattern, sorted where it has * ? or [], in order where {a,b}."""
+    if os.path.exists(text) or not re.search(r"[*?\[{]", text):
+        return [Path(text)]
+    found = []
+    for name in _expanded(text):
+        files = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        if not files or not os.path.exists(files[0]):
+            raise UsageError(f"SRC {text!r}: there is no file {name!r}")
+        found += files
+    return [Path(name) for name in found]
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """Yield the names that a pattern with braces stands for, as a shell does."""
+    match = _BRACES.search(text)
+    if match is None:
+        yield text
+        return
+    first, last, parts = match.groups()
+    if parts is not None:
+        inner = parts.split(",")
+    else:
+        inner = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    for part in inner:
+        yield from _expanded(text[: match.start()] + part + text[match.end() :])
+
+
+def _containers_in(folder: Path) -> tuple[Path, ...]:
+    """Return the tar or parquet files of a folder that has neither images nor other folders."""
+    try:
+        with os.scandir(folder) as entries:
+            kinds = {entry.name: entry.is_dir() for entry in entries}
+    except OSError as ex:
+        raise _unreadable(ex) from ex
+    folders = [name for name, is_folder in kinds.items() if is_folder]
+    names = sorted(name for name in kinds if name.endswith((".tar", ".parquet")))
+    if folders == ["data"] and not names:  # as on Hugging Face's hub
+        return _containers_in(folder / "data")
+    own = [name for name in kinds if name.lower().endswith(EXTENSIONS) or "metadata." in name]
+    if not names or folders or own:
+        return ()
+    starts = sorted({_NUMBERED.sub("", name) + "*" + Path(name).suffix for name in names})
+    if len(starts) > 1:
+        commands = [f"  pack-h5 {shlex.quote(str(folder / each))} OUT.h5" for each in starts]
+        raise UsageError(
+            f"SRC {str(folder)!r} holds several sets of files ({', '.join(starts)}); pack each by "
+            "itself:",
+            details="\n".join(commands),
+        )
+    return tuple(folder / name for name in names)
 
 
 def _check_folder(folder: Path, what: str) -> None:

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -90,6 +91,14 @@ class ColumnOptions:
     targets: Sequence[str] = ()
     fields: Sequence[str] = ()
     class_order: ClassOrder = "sorted"
+
+    def refuse(self, what: str) -> None:
+        """Raise UsageError for the first that is given, where there is no table."""
+        for option in dataclass_fields(self):
+            value = getattr(self, option.name)
+            if value and option.name != "class_order":
+                said = value if isinstance(value, str) else " ".join(value)
+                raise UsageError(f"{option.name}={said} is about {what}")
 
 
 def build_table(table: RowTable, wanted: ColumnOptions, *, seen: Callable[[], None]) -> Table:
