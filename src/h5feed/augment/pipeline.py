@@ -63,44 +63,75 @@ class Pipeline:
 
     antialias: True is torchvision's antialiased bilinear, False plain bilinear, "auto" antialiases
     an image whose crop shrinks by more than frame.AUTO_FACTOR. views: how many
-    differently drawn outputs each image gives. `bind` first, then `draw` per batch, then a kernel.
+    differently drawn outputs each image gives; or in place of `ops` the ops of each view, whose
+    sizes may differ. `bind` first, then `draw` per batch, then a kernel.
 
     >>> from h5feed.augment import CenterCrop, Pipeline, RandomResizedCrop
     >>> Pipeline([RandomResizedCrop(224)]).bind((256, 256))
     (224, 224)
     >>> Pipeline([CenterCrop(32)]).bind(None)  # stored images may have any size
     (32, 32)
+    >>> Pipeline(views=[[RandomResizedCrop(224)], *[[RandomResizedCrop(96)]] * 6]).views
+    7
     """
 
     def __init__(
-        self, ops: Sequence[Op] = (), *, antialias: Antialias = "auto", views: int = 1
+        self,
+        ops: Sequence[Op] = (),
+        *,
+        antialias: Antialias = "auto",
+        views: int | Sequence[Sequence[Op]] = 1,
     ) -> None:
         if antialias not in (True, False, "auto"):
             raise UsageError(f'antialias={antialias!r} must be True, False or "auto"')
-        if views < 1:
-            raise UsageError(f"views={views} must be at least 1")
-        self.ops = from_torchvision(ops)
-        self.views = views
+        self._given = _ops_of_views(from_torchvision(ops), views)
+        self.views = len(self._given)
         self._antialias: Antialias = antialias
         self._bound: dict[str, Any] = {}
-        self.plan = Plan(self.ops, antialias)
-        """What the ops come to."""
-        self._sizes: list[tuple[int, int] | None] = []
+        shared = {id(ops): ops for ops in self._given}  # [local_ops] * 6 has one plan
+        self.ops: tuple[Op, ...] = tuple(op for ops in shared.values() for op in ops)
+        """All there are, those of several views once."""
+        plans = {key: Plan(ops, antialias) for key, ops in shared.items()}
+        self.plans: tuple[Plan, ...] = tuple(plans[id(ops)] for ops in self._given)
+        """What the ops of each view come to."""
+        self._sizes: list[list[tuple[int, int] | None]] = []
         self._num_classes: int | None = None
         self._run_batch: Callable[..., torch.Tensor] = run_batch
-        if self.plan.mix is not None and views > 1:
-            raise UsageError(f"{self.plan.mix[1]!r} mixes labels: use it with views=1, not {views}")
+        for plan in self.plans:
+            if plan.mix is not None and self.views > 1:
+                raise UsageError(
+                    f"{plan.mix[1]!r} mixes labels: use it with views=1, not {self.views}"
+                )
+            if plan.dtype != self.out_dtype:
+                raise UsageError(
+                    f"views={list(map(list, self._given))!r} makes {self.out_dtype} of one view "
+                    f"and {plan.dtype} of another: end all of them in ToDtype and Normalize, or "
+                    "none"
+                )
+
+    @property
+    def plan(self) -> Plan:
+        """What the ops of the first view come to."""
+        return self.plans[0]
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
-        """(height, width, channels) of every output image; known after `bind`."""
-        size = self._sizes[-1] if self._sizes else None
-        assert size is not None, "bind() has not been called"
-        return *size, self.plan.channels
+        """(height, width, channels) of every output image of the first view."""
+        return self.out_shapes[0]
+
+    @property
+    def out_shapes(self) -> list[tuple[int, int, int]]:
+        """(height, width, channels) of every output image of each view; known after `bind`."""
+        assert self._sizes, "bind() has not been called"
+        made = []
+        for sizes, plan in zip(self._sizes, self.plans, strict=True):
+            assert sizes[-1] is not None
+            made.append((*sizes[-1], plan.channels))
+        return made
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """The type of the output."""
+        """The type of the output, of all views."""
         return self.plan.dtype
 
     @property
@@ -116,20 +147,20 @@ class Pipeline:
     @property
     def only_crops(self) -> bool:
         """Whether bytes are cropped, resized and flipped, and nothing else happens to them."""
-        return len(self.plan.all_stages) == 1
+        return all(len(plan.all_stages) == 1 for plan in self.plans)
 
     def may_antialias(self, largest: tuple[int, int]) -> bool:
         """Whether images of up to `largest` (height, width) may need the antialiased kernel."""
-        shrinks = max(a / b for a, b in zip(largest, self.out_shape[:2], strict=True))
         return any(
             stage.antialias is True
-            or (stage.antialias == "auto" and (k > 0 or shrinks > AUTO_FACTOR))
-            for k, stage in enumerate(self.plan.all_stages)
+            or (stage.antialias == "auto" and (k > 0 or _shrinks(largest, made)))
+            for plan, made in zip(self.plans, self.out_shapes, strict=True)
+            for k, stage in enumerate(plan.all_stages)
             if isinstance(stage, CropStage)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _bound, (self.ops, self._antialias, self.views, self._bound)
+        return _bound, (self._given, self._antialias, self._bound)
 
     def bind(
         self,
@@ -140,24 +171,27 @@ class Pipeline:
     ) -> tuple[int, int]:
         """Return the (height, width) of every output image, for images stored in one size or not.
 
+        Of the first view, where they have several.
+
         encoding: what the images given will be, "raw" for RGB or "yuv420" for NV12. num_classes:
         of labels that are class numbers, for MixUp and CutMix. Raises UsageError where the
         ops would leave images of several sizes.
         """
         self._bound = {"field_hw": field_hw, "encoding": encoding, "num_classes": num_classes}
-        self.plan.first.nv12 = encoding == "yuv420"
         self._num_classes = num_classes
-        self._sizes = []
-        size = field_hw
-        for stage in self.plan.all_stages:
-            size = stage.size_after(size)
-            self._sizes.append(size)
-        if size is None:
-            raise UsageError(
-                f"augment={self.ops!r} leaves images of several sizes, which make no batch:"
-                f" {_HOW_TO_END}"
-            )
-        return size
+        made = []
+        for ops, plan in zip(self._given, self.plans, strict=True):
+            plan.first.nv12 = encoding == "yuv420"
+            made.append([size := field_hw])
+            for stage in plan.all_stages:
+                made[-1].append(size := stage.size_after(size))
+            if size is None:
+                raise UsageError(
+                    f"augment={ops!r} leaves images of several sizes, which make no batch:"
+                    f" {_HOW_TO_END}"
+                )
+        self._sizes = [sizes[1:] for sizes in made]
+        return self.out_shape[:2]
 
     def draw(
         self,
@@ -187,7 +221,7 @@ class Pipeline:
         """Return the rows of every stage, and whether images have several sizes on the way."""
         made, ragged = [], False
         wrong = np.zeros(0, bool)
-        for stage, size in zip(self.plan.all_stages, self._sizes, strict=True):
+        for stage, size in zip(self.plans[view].all_stages, self._sizes[view], strict=True):
             rows, shapes = stage.draw(draws, view, shapes)
             made.append(rows)
             wrong = (shapes.actual != (size or 0)).any(axis=1)
@@ -195,7 +229,8 @@ class Pipeline:
         if wrong.any():
             height, width = shapes.actual[wrong][0]
             raise UsageError(
-                f"augment={self.ops!r} makes images of several sizes, one of {height}x{width}:"
+                f"augment={self._given[view]!r} makes images of several sizes, one of "
+                f"{height}x{width}:"
                 f" {_HOW_TO_END}"
             )
         return tuple(made), ragged
@@ -213,7 +248,7 @@ class Pipeline:
         Of RGB images. Unlike `run_cpu` it can do with a part of an image, of no less than
         `source_rows`.
         """
-        return self.plan.kernel(self._rows(params, k0, count, view))
+        return self.plans[view].kernel(self._rows(params, k0, count, view))
 
     def _rows(self, params: Params, k0: int, count: int, view: int) -> list[Rows]:
         return [rows[k0 : k0 + count] for rows in params.views[view]]
@@ -226,7 +261,7 @@ class Pipeline:
         Each image: uint8 (h, w, 3), or NV12 (h*3//2, w) where bound so; it may be gone when the
         next one comes. out: C-contiguous. Thread-safe.
         """
-        self.plan.run(self._rows(params, k0, len(out), view), images, out)
+        self.plans[view].run(self._rows(params, k0, len(out), view), images, out)
 
     def run_fixed(
         self,
@@ -244,7 +279,7 @@ class Pipeline:
         so. As `run_cpu`, but many times faster for small images. Thread-safe.
         """
         rows = self._rows(params, k0, len(indices), view)
-        self.plan.run_fixed(rows, field, indices, out)
+        self.plans[view].run_fixed(rows, field, indices, out)
 
     def run_mask(
         self, params: Params, k0: int, masks: Sequence[Image], out: Image, *, view: int = 0
@@ -254,7 +289,7 @@ class Pipeline:
         Padding is each op's `mask_fill`.
         masks[i]: uint8 (h, w, 1), of its image's stored size. Thread-safe.
         """
-        self.plan.run_masks(self._rows(params, k0, len(masks), view), masks, out)
+        self.plans[view].run_masks(self._rows(params, k0, len(masks), view), masks, out)
 
     def move_boxes(
         self, params: Params, boxes: Floats, item: Ints, sizes: Ints, *, view: int = 0
@@ -265,7 +300,7 @@ class Pipeline:
         each is in. sizes: (B, 2) stored heights and widths. A box that is turned becomes the one
         around it; `SanitizeBoundingBoxes` says which are left.
         """
-        return moved_boxes(self.plan, params.views[view], boxes, item, sizes)
+        return moved_boxes(self.plans[view], params.views[view], boxes, item, sizes)
 
     def move_keypoints(
         self,
@@ -281,7 +316,7 @@ class Pipeline:
 
         Those outside are zeros. swap: which one each becomes in a mirrored image.
         """
-        return moved_keypoints(self.plan, params.views[view], points, item, sizes, swap)
+        return moved_keypoints(self.plans[view], params.views[view], points, item, sizes, swap)
 
     def mix_rows(self, params: Params, rows: Image) -> None:
         """Mix the images of a whole batch (B, H, W, C) of slot memory in place, once all are made.
@@ -318,15 +353,40 @@ class Pipeline:
         packed = params.packed(view)
         if batch.device.type == "cuda":
             packed = packed.pin_memory()
-        sizes = [size for size in self._sizes if size is not None]
-        return self._run_batch(self.plan, packed.to(batch.device, non_blocking=True), batch, sizes)
+        sizes = [size for size in self._sizes[view] if size is not None]
+        there = packed.to(batch.device, non_blocking=True)
+        return self._run_batch(self.plans[view], there, batch, sizes)
+
+
+def _ops_of_views(ops: tuple[Op, ...], views: int | Sequence[Any]) -> tuple[tuple[Op, ...], ...]:
+    """Return the ops of each view; the same tuple where they were given as the same list."""
+    if isinstance(views, int):
+        if views < 1:
+            raise UsageError(f"views={views} must be at least 1")
+        return (ops,) * views
+    if isinstance(views, str) or not isinstance(views, Sequence) or not len(views):
+        raise UsageError(
+            f"views={views!r} is neither a number nor a list of the ops of each view, such as "
+            "[global_ops, global_ops, *[local_ops] * 6]"
+        )
+    if ops:
+        raise UsageError(
+            f"augment={list(ops)!r} and a list of views both say what happens to images: put all "
+            "of it into the lists of views"
+        )
+    made = {id(view): from_torchvision(view) for view in views}
+    return tuple(made[id(view)] for view in views)
+
+
+def _shrinks(largest: tuple[int, int], made: tuple[int, int, int]) -> bool:
+    return max(largest[0] / made[0], largest[1] / made[1]) > AUTO_FACTOR
 
 
 def _bound(
-    ops: tuple[Op, ...], antialias: Antialias, views: int, bound: dict[str, Any]
+    ops_of_views: tuple[tuple[Op, ...], ...], antialias: Antialias, bound: dict[str, Any]
 ) -> Pipeline:
     """Make a pipeline again that was pickled: it is its ops, and what it was bound to."""
-    made = Pipeline(ops, antialias=antialias, views=views)
+    made = Pipeline(antialias=antialias, views=ops_of_views)
     if bound:
         made.bind(**bound)
     return made

@@ -179,7 +179,8 @@ class BatchBuilder:
             return
         places = [n for n in self._names if is_place(self.files, n)]
         if places and self.pipeline is not None:
-            self.pipeline.plan.check_moves(" and ".join(places))
+            for plan in self.pipeline.plans:
+                plan.check_moves(" and ".join(places))
         kind = self.files.field_types.get(str(self._named))
         if self._target_transform is not None and (kind is None or not kind.is_fixed):
             raise UsageError(
@@ -228,9 +229,6 @@ class BatchBuilder:
 
     def _field_rings(self, spec: FieldSpec) -> list[Ring]:
         """Return the memory of a field's batches, for each view."""
-        stored = self.pipeline is None or (self.on_device and spec.channels != 1)
-        shape, dtype = self._row(spec, stored)
-        views = 1 if self.pipeline is None or stored else self.pipeline.views
         return [
             Ring(
                 (self._batch_size, *shape),
@@ -239,18 +237,17 @@ class BatchBuilder:
                 pinned=self.transfer.pinned,
                 shared=self.shared,
             )
-            for _ in range(views)
+            for shape, dtype in self._rows(spec)
         ]
 
-    def _row(self, spec: FieldSpec, stored: bool) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and type of a row of a field's slots."""
-        if stored:
-            return spec.item_shape(spec.height, spec.width), np.dtype(np.uint8)
-        assert self.pipeline is not None
-        height, width, channels = self.pipeline.out_shape
+    def _rows(self, spec: FieldSpec) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return shape and type of a row of a field's slots, for each view."""
+        if self.pipeline is None or (self.on_device and spec.channels != 1):
+            return [(spec.item_shape(spec.height, spec.width), np.dtype(np.uint8))]
+        shapes, dtype = self.pipeline.out_shapes, self.pipeline.row_dtype
         if spec.channels == 1:
-            return (height, width, 1), np.dtype(np.uint8)
-        return (height, width, channels), self.pipeline.row_dtype
+            return [((height, width, 1), np.dtype(np.uint8)) for height, width, _ in shapes]
+        return [(shape, dtype) for shape in shapes]
 
 
 def _one_or_all(views: list[Tensor]) -> Any:

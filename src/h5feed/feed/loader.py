@@ -285,7 +285,7 @@ class H5Loader(PackedLoader):
 
     `images` is (B, C, H, W) in channels_last memory, uint8 unless `augment` ends in a float op;
     `labels` int64 (B,), float32 (B, K), or for files with masks uint8 (B, H, W), with the same
-    geometry as their images. With `views` above 1, images and masks are tuples.
+    geometry as their images. With several `views`, images and masks are tuples.
     A batch's memory is used again once nobody holds it or any view of it.
 
     Which samples come and what happens to them is a function of seed, epoch and sample: workers,
@@ -324,7 +324,9 @@ class H5Loader(PackedLoader):
             a few at a time; see streams and window).
         augment: ops of h5feed.augment, in order; or torchvision's Compose, or a list of its
             transforms, as h5feed.augment.from_torchvision knows them.
-        views: how many differently augmented images of each, as a tuple.
+        views: how many differently augmented images of each, as a tuple; or in place of `augment`
+            the ops of each view, whose sizes may differ (multi-crop of SwAV and DINO):
+            views=[global_ops, global_ops, *[local_ops] * 6]. An image is read and decoded once.
         antialias: True, False or "auto", see h5feed.augment.Pipeline.
         device: where batches are delivered: "cpu", "cuda" (or "gpu"), or a torch device.
         augment_on: "cpu" (loader threads), "device" (whole batches, there), or "auto": on a CUDA
@@ -395,7 +397,7 @@ class H5Loader(PackedLoader):
         *,
         shuffle: Shuffle = False,
         augment: Sequence[Op] | Callable[..., Any] = (),
-        views: int = 1,
+        views: int | Sequence[Sequence[Op] | Callable[..., Any]] = 1,
         antialias: bool | str = "auto",
         device: str | torch.device = "cpu",
         augment_on: AugmentOn = "auto",
@@ -426,7 +428,8 @@ class H5Loader(PackedLoader):
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__", "stock")}
         self._arguments: dict[str, Any] = {**given, **stock}
         packed, items = find_items(dataset)
-        check_arguments(packed, batch_size=batch_size, prefetch=prefetch, views=views)
+        numbers = {"views": views} if isinstance(views, int) else {}
+        check_arguments(packed, batch_size=batch_size, prefetch=prefetch, **numbers)
         check_choices(tail=tail, on_error=on_error, lookahead=lookahead)
         super().__init__(
             as_planned(dataset),
@@ -550,8 +553,14 @@ class H5Loader(PackedLoader):
         The last op that has a size gets it, those before change in proportion: Resize(256),
         CenterCrop(224) becomes Resize(146), CenterCrop(128) by `set_size(128)`. Samples, crops (as
         shares of the image) and the state stay those they are: a program that resumes calls
-        `set_size` as it did before. Raises UsageError for a wrong size, and where no op has one.
+        `set_size` as it did before. Raises UsageError for a wrong size, where no op has one, and
+        where views have ops of their own.
         """
+        if not isinstance(views := self._arguments["views"], int):
+            raise UsageError(
+                f"size={size!r}: the {len(views)} views have ops and sizes of their own: make a "
+                "loader with others"
+            )
         self._change(with_size(self._ops, size))
 
     @property

@@ -176,7 +176,7 @@ def choose_pipeline(
     files: PackedFiles,
     augment: Sequence[Op],
     *,
-    views: int,
+    views: int | Sequence[Any],
     antialias: Any,
     on: AugmentOn,
     transfer: DeviceTransfer,
@@ -191,7 +191,7 @@ def choose_pipeline(
     one_size = spec.common_size is not None
     on_device, reason = _where(on, one_size, transfer, spec)
     pipeline = Pipeline(augment, antialias=antialias, views=views)
-    if not augment and one_size and spec.encoding != "yuv420":
+    if not augment and views == 1 and one_size and spec.encoding != "yuv420":
         return None, on_device, reason
     if pipeline.uses_batch and len(files.specs) > 1:
         raise UsageError(f"augment={pipeline.ops!r} mixes labels, and this file has masks instead")
@@ -255,8 +255,8 @@ def leave_cores_to_loader(pipeline: Pipeline | None, threads: int) -> None:
     the whole process. Below 256x256 it uses none, and is left alone.
     """
     if pipeline is not None and threads > 1:
-        height, width, _ = pipeline.out_shape
-        if height * width > _CV2_SPLITS and cv2.getNumThreads() > 1:
+        pixels = max(height * width for height, width, _ in pipeline.out_shapes)
+        if pixels > _CV2_SPLITS and cv2.getNumThreads() > 1:
             cv2.setNumThreads(1)
 
 
