@@ -339,6 +339,16 @@ def test_ranks_of_a_sampler_have_shards_of_their_own(shards):
     assert sum(map(len, read)) <= 5
 
 
+def test_repeats_keep_to_their_streams(shards):
+    options = {"shuffle": "shards", "streams": 3, "window": 1, "repeats": 2, "with_index": True}
+    with H5Loader(shards[0], 27, **options) as loader:
+        [(*_, indices)] = loader
+    for stream in range(3):
+        mine = indices[stream::3].tolist()  # nine samples, the last without its repeat
+        assert mine[:8:2] == mine[1:8:2]
+        assert len(set(mine)) == 5
+
+
 def test_indices_keep_to_their_shards(shards):
     """`indices` are a part of each shard, and repeated ones stay repeated."""
     indices = [20, 3, 3, 25, 19, 18, 0, 26]
