@@ -20,13 +20,32 @@ from h5feed.packing.sources import DatasetSource
 from h5feed.store.layout import FieldSpec, payload_names, segment_offsets
 from h5feed.system import is_out_of_memory
 
-__all__ = ["BlockResult", "Job", "Payload", "Skip", "encode_block", "payload_sizes", "row_type"]
+__all__ = [
+    "BlockResult",
+    "Job",
+    "Payload",
+    "Shard",
+    "Skip",
+    "encode_block",
+    "payload_sizes",
+    "row_type",
+]
 
 Pixels = npt.NDArray[np.uint8]
 Payload = bytes | memoryview
 _JPEG_MAGIC = b"\xff\xd8\xff"
 # What the system lacks, not the file: to skip the file would be to lose a good image.
 _OF_THE_SYSTEM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a shard says of itself and of its place in its set."""
+
+    facts: dict[str, Any]
+    """Kept in the provenance under "set"."""
+    positions: npt.NDArray[np.int64]
+    """(N,) where each of its images stands in the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +55,8 @@ class Job:
     source: ImageSource | DatasetSource
     specs: tuple[FieldSpec, ...]
     options: PackOptions
+    shard: Shard | None = None
+    """Which shard of a set these images make; None for a file of its own."""
 
     def name(self, index: int) -> str:
         """Return the key of image `index` for people to read."""

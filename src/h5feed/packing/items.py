@@ -12,14 +12,17 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from h5feed.jpeg import MAX_PIXELS
+from h5feed.packing.decode import DecodeError
 from h5feed.progress import Progress
-from h5feed.store.fields import FieldValues
+from h5feed.store.fields import FieldValues, take_ragged
 
 __all__ = [
     "EXTENSIONS",
     "FURTHER_EXTENSIONS",
     "ClassOrder",
     "ImageSource",
+    "SomeImages",
     "Table",
     "file_status",
     "sorted_classes",
@@ -106,8 +109,15 @@ class ImageSource(Table):
         """Yield what changes with the images, one after the other."""
         raise NotImplementedError
 
-    def digest(self, *, progress: bool = False) -> str:
-        """Return a SHA-256 that changes with any key, label, class, field and status."""
+    def bytes_of(self, index: int) -> int:
+        """Return how large an item's image file is; 0 where it cannot be read."""
+        try:
+            return len(self.read(index, max_pixels=MAX_PIXELS))
+        except (DecodeError, OSError):
+            return 0
+
+    def listing(self) -> "hashlib._Hash":
+        """Return a SHA-256 so far over keys, labels, classes and fields, not images."""
         digest = hashlib.sha256(
             "\0".join(self.classes + self.targets).encode("utf-8", "surrogateescape")
         )
@@ -117,11 +127,48 @@ class ImageSource(Table):
             columns += [values.data, *([] if values.offsets is None else [values.offsets])]
         for column in columns:
             digest.update(np.ascontiguousarray(column).data if column.size else b"")
+        return digest
+
+    def digest(self, *, progress: bool = False) -> str:
+        """Return a SHA-256 that changes with any key, label, class, field and status."""
+        digest = self.listing()
         with Progress(len(self), "looking at files", show=progress, brief=True) as bar:
             for status in self.statuses():
                 digest.update(status)
                 bar.advance()
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SomeImages(ImageSource):
+    """Some images of another source, in an order of their own: those of a shard."""
+
+    whole: ImageSource
+    index: npt.NDArray[np.int64]
+    """(N,) which of its images these are."""
+
+    @classmethod
+    def of(cls, source: ImageSource, index: npt.NDArray[np.int64]) -> "SomeImages":
+        """Return the images `index` of `source`, in that order."""
+        key_bytes, key_offsets = take_ragged(source.key_bytes, source.key_offsets, index)
+        return cls(
+            whole=source.whole if isinstance(source, SomeImages) else source,
+            index=source.index[index] if isinstance(source, SomeImages) else index,
+            classes=source.classes,
+            labels=source.labels[index],
+            key_bytes=key_bytes,
+            key_offsets=key_offsets,
+            targets=source.targets,
+            fields={name: values.take(index) for name, values in source.fields.items()},
+        )
+
+    def read(self, index: int, *, max_pixels: int, most: int | None = None) -> bytes:
+        """Return the bytes of an item's image file, as its source does."""
+        return self.whole.read(int(self.index[index]), max_pixels=max_pixels, most=most)
+
+    def mask(self, index: int, *, max_pixels: int) -> npt.NDArray[np.uint8] | None:
+        """Return an item's mask, as its source does."""
+        return self.whole.mask(int(self.index[index]), max_pixels=max_pixels)
 
 
 def file_status(path: str | bytes | os.PathLike[str]) -> bytes:

@@ -1,5 +1,6 @@
 """The options of packing, and the pixel fields that they ask for."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
@@ -15,7 +16,13 @@ from h5feed.store.layout import Encoding, FieldSpec, Fit, images_spec, masks_spe
 
 __all__ = ["PackOptions", "field_specs"]
 
-_NOT_CONTENT = frozenset({"num_workers", "on_error", "max_skipped", "overwrite", "resume"})
+_NOT_CONTENT = frozenset(
+    {"num_workers", "on_error", "max_skipped", "overwrite", "resume"}
+    | {"shards", "order", "seed", "part"}  # a shard has them beside its number
+)
+_SHARDS = re.compile(r"(\d+)(?:\s*([kMGT])(i?)B)?")
+_UNITS = {"k": 1, "M": 2, "G": 3, "T": 4}
+_MOST_SHARDS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +101,20 @@ class PackOptions:
     on_error: Literal["skip", "fail"] = "skip"
     """Whether an image that cannot be decoded is skipped and listed, or stops the run."""
     max_skipped: int | None = None
-    """Stop when more images are skipped; otherwise the larger of 10 and 1 percent."""
+    """Stop when more images (of a shard) are skipped; otherwise the larger of 10 and 1 percent."""
+    shards: str | None = None
+    """Make a set: OUT becomes a folder of this many shards, or of as many as make each about so
+    large, as in 256MB. Which images a shard holds follows from the source and these options."""
+    order: Literal["random", "source"] | None = None
+    """How images are dealt to shards.
+    random: in an order drawn with --seed, so that a shard is a fair sample (the default).
+    source: as they come, class by class."""
+    seed: int = 0
+    """What order=random is drawn with."""
+    part: str | None = None
+    """Pack one part of a set's shards, such as 3/8; the others are packed elsewhere, into the same
+    folder. auto: as Slurm arrays, srun or torchrun say; auto/8: as indexed jobs of Kubernetes
+    say."""
     num_workers: Annotated[int | None, arg(name="workers")] = None
     """Worker processes; otherwise one per core (a container's quota counts) while memory lasts.
     0: all is done in one process."""
@@ -103,7 +123,7 @@ class PackOptions:
     the link stays and the file that it leads to is replaced."""
     resume: bool = False
     """Go on with the OUT.partial of an interrupted run, if there is one, once all of it was read
-    and compared with its checksums."""
+    and compared with its checksums; in a set with the shards that are not there yet."""
 
     def check(self) -> None:
         """Raise UsageError for a value out of range, or one that would be ignored."""
@@ -148,8 +168,49 @@ class PackOptions:
         """Return how many of `count` images may be skipped."""
         return max(10, count // 100) if self.max_skipped is None else self.max_skipped
 
+    def shard_count(self) -> int | None:
+        """Return how many shards `shards` asks for; None where it says how large they are."""
+        number, unit, _ = self._shards()
+        return None if unit else number
+
+    def shard_bytes(self) -> int:
+        """Return how large `shards` says that they are to be, in bytes."""
+        number, unit, binary = self._shards()
+        return int(number * (1024 if binary else 1000) ** _UNITS[unit])
+
+    def _shards(self) -> tuple[int, str, str]:
+        found = _SHARDS.fullmatch(str(self.shards).strip())
+        number = 0 if found is None else int(found[1])
+        if found is None or not number or (not found[2] and number > _MOST_SHARDS):
+            raise UsageError(
+                f"shards={self.shards!r} is neither a number of shards, 1 to {_MOST_SHARDS:,}, nor "
+                "how large they are to be, such as 256MB"
+            )
+        return number, found[2] or "", found[3] or ""
+
+    def _check_set(self) -> None:
+        if self.shards is not None:
+            self._shards()
+            _in_range("seed", self.seed, 0, (1 << 63) - 1)
+            if self.order is not None:
+                _among("order", self.order, ("random", "source"))
+            if self.seed and self.order == "source":
+                raise UsageError(
+                    f"seed={self.seed} draws a random order, and order=source has none"
+                )
+            if self.part is not None and self.overwrite:
+                raise UsageError(
+                    f"overwrite with part={self.part}: parts that run at once would throw each "
+                    "other's shards away; empty OUT before the first part, and leave overwrite out"
+                )
+            return
+        for name in ("order", "part", "seed"):
+            if value := getattr(self, name):
+                raise UsageError(f"{name}={value} is for a set: give shards as well")
+
     def _check_companions(self) -> None:
         """Refuse options that would be ignored: the user believes that they do something."""
+        self._check_set()
         if self.store == "original":
             for name, usual in (("size", "auto"), ("fit", "stretch"), ("masks", None)):
                 if getattr(self, name) != usual:

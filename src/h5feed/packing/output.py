@@ -26,7 +26,7 @@ from h5feed.packing.options import PackOptions
 from h5feed.packing.places import stored_places
 from h5feed.progress import Progress
 from h5feed.store.check import check_file
-from h5feed.store.fields import FieldValues, continue_checksums
+from h5feed.store.fields import FieldValues, continue_checksums, take_ragged
 from h5feed.store.layout import (
     MASKS,
     MAX_PROVENANCE,
@@ -51,6 +51,7 @@ __all__ = [
     "is_finished",
     "refuse_existing",
     "versions",
+    "what_failed",
 ]
 
 Array = npt.NDArray[Any]
@@ -67,7 +68,9 @@ class OutputPaths:
     out: Path
     """The finished file; nothing unfinished ever has this name."""
     given: Path
-    """OUT as the user wrote it: `out`, or a link that leads there."""
+    """OUT as the user wrote it: `out`, or a link that leads there; of a shard its folder."""
+    tag: str = ""
+    """What tells this run's unfinished file from those of other runs at the same shard."""
 
     @classmethod
     def of(cls, out: str | os.PathLike[str]) -> "OutputPaths":
@@ -78,7 +81,7 @@ class OutputPaths:
     @property
     def partial(self) -> Path:
         """The first field's pixels, in place; in the end it becomes `out`."""
-        return self.out.with_name(self.out.name + ".partial")
+        return self.out.with_name(f"{self.out.name}{self.tag}.partial")
 
     @property
     def journal(self) -> Path:
@@ -173,6 +176,15 @@ def check_space(paths: OutputPaths, job: Job) -> None:
             f"OUT {paths.given} needs {in_bytes(need)} more, and {in_bytes(free)} are free there: "
             "free some, take a smaller --size, or --store yuv420 or jpeg"
         )
+
+
+def what_failed(error: BaseException, place: Path) -> str:
+    """Say what ended a run that writes to `place`."""
+    if isinstance(error, OSError):
+        return f"cannot write {error.filename or place}: {error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return error.sentence if isinstance(error, PackError) else str(error) or "interrupted"
 
 
 class PayloadFiles:
@@ -328,11 +340,11 @@ def is_finished(paths: OutputPaths, results: Results, *, progress: bool) -> bool
 
 
 def _columns(results: Results) -> Columns:
-    source, rows = results.job.source, results.rows
-    index = rows["index"]
+    job, rows = results.job, results.rows
+    source, index = job.source, rows["index"].astype(np.int64)
     labels = source.labels
     assert labels is not None
-    key_bytes, key_offsets = _keys(source.key_bytes, source.key_offsets, index)
+    key_bytes, key_offsets = take_ragged(source.key_bytes, source.key_offsets, index)
     return Columns(
         labels=labels[index],
         classes=source.classes,
@@ -341,24 +353,16 @@ def _columns(results: Results) -> Columns:
         source_shapes=np.ascontiguousarray(rows["source_shape"]),
         crc32=continue_checksums(np.ascontiguousarray(rows["crc32"]), _further(results)),
         letterbox=np.ascontiguousarray(rows["box"]) if "box" in (rows.dtype.names or ()) else None,
+        positions=None if job.shard is None else job.shard.positions[index],
     )
 
 
 def _further(results: Results) -> dict[str, FieldValues]:
     """Return the further fields' values of the packed images."""
     rows, job = results.rows, results.job
-    fields = {name: values.take(rows["index"]) for name, values in job.source.fields.items()}
+    index = rows["index"].astype(np.int64)
+    fields = {name: values.take(index) for name, values in job.source.fields.items()}
     return stored_places(fields, rows["source_shape"], job.specs[0])
-
-
-def _keys(blob: Array, offsets: Array, index: Array) -> tuple[Array, Array]:
-    """Return the keys of the items `index` (increasing), back to back, and where each begins."""
-    lengths = np.diff(offsets)
-    if len(index) == len(lengths):
-        return blob, offsets
-    kept = np.zeros(len(lengths), bool)
-    kept[index] = True
-    return blob[np.repeat(kept, lengths)], np.cumsum([0, *lengths[index]])
 
 
 def _offsets(results: Results) -> dict[str, Array | None]:
@@ -392,13 +396,18 @@ def _provenance(results: Results) -> dict[str, Any]:
         if left < 0:  # the counts tell of the others
             del skipped[-1]
             break
-    return targets | {
-        "options": job.options.content(),
-        "versions": versions(),
-        "counts": {
-            "found": results.total,
-            "packed": results.count,
-            "skipped": results.skipped_by_reason(),
-        },
-        "skipped": skipped,
-    }
+    of_set = {} if job.shard is None else {"set": job.shard.facts}
+    return (
+        targets
+        | of_set
+        | {
+            "options": job.options.content(),
+            "versions": versions(),
+            "counts": {
+                "found": results.total,
+                "packed": results.count,
+                "skipped": results.skipped_by_reason(),
+            },
+            "skipped": skipped,
+        }
+    )

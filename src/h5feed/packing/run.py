@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields as dataclass_fields
@@ -10,12 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import numpy as np
+
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.packing.arrow import is_hugging_face
 from h5feed.packing.encode import BlockResult, Job
 from h5feed.packing.items import EXTENSIONS, ClassOrder, ImageSource
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_blocks, lock
+from h5feed.packing.merge import merge_set
 from h5feed.packing.options import PackOptions, field_specs
 from h5feed.packing.output import (
     OutputPaths,
@@ -26,8 +30,10 @@ from h5feed.packing.output import (
     is_finished,
     refuse_existing,
     versions,
+    what_failed,
 )
 from h5feed.packing.resize import stored_size
+from h5feed.packing.shards import check_set_folder, pack_set
 from h5feed.packing.sources import DatasetSource, names_files, open_source
 from h5feed.packing.summary import PackSummary, describe_fit, label_numbers
 from h5feed.packing.tables import ColumnOptions
@@ -65,6 +71,10 @@ def pack(
     allow_empty: bool = False,
     on_error: Literal["skip", "fail"] = "skip",
     max_skipped: int | None = None,
+    shards: int | str | None = None,
+    order: Literal["random", "source"] | None = None,
+    seed: int = 0,
+    part: str | None = None,
     num_workers: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -120,6 +130,10 @@ def pack(
         allow_empty=allow_empty,
         on_error=on_error,
         max_skipped=max_skipped,
+        shards=None if shards is None else str(shards),
+        order=order,
+        seed=seed,
+        part=part,
         num_workers=num_workers,
         overwrite=overwrite,
         resume=resume,
@@ -150,6 +164,8 @@ def pack_with(
     options.check()
     if not hasattr(os, "pwrite"):  # before any work: the end would need it
         raise PackError("packing needs Linux or macOS: this system cannot write at a position")
+    if options.shards is not None:
+        return _pack_set(source, out, options, progress=progress, began=began)
     paths = OutputPaths.of(out)
     check_out(paths, Path(source) if _is_path(source) else None, options)
     found = _open(source, options, progress)
@@ -158,6 +174,49 @@ def pack_with(
     with lock(paths, specs) as journal:
         results, resumed = _run(paths, job, journal, progress)
     return _summarize(paths, results, resumed=resumed, began=began)
+
+
+def _pack_set(
+    source: Any,
+    out: str | os.PathLike[str],
+    options: PackOptions,
+    *,
+    progress: bool,
+    began: float,
+) -> PackSummary:
+    """Pack a set, or a part of one; where all of its shards are there, write its index."""
+    folder = check_set_folder(out, Path(source) if _is_path(source) else None, options)
+    found = _open(source, options, progress)
+    if not isinstance(found, ImageSource):
+        raise UsageError(
+            f"shards={options.shards} needs images in files, and source is a dataset: pack one "
+            "file, and make a set of it with merge-h5"
+        )
+    specs = field_specs(options, stored_size(found, options, progress=progress))
+    packed = pack_set(found, specs, folder, options, progress=progress)
+    if not packed.missing:
+        merge_set(folder, progress=progress)
+    seconds = time.monotonic() - began
+    items = sum(shard.items for shard in packed.shards)
+    new = sum(shard.items + len(shard.skipped) for shard in packed.shards if not shard.was_there)
+    skipped = [skip for shard in packed.shards for skip in shard.skipped]
+    shapes = [shard.source_shapes for shard in packed.shards]
+    return PackSummary(
+        out=str(out),
+        items=items,
+        classes=len(found.classes),
+        targets=found.targets or label_numbers(found.classes, found.labels),
+        resumed=sum(shard.items for shard in packed.shards if shard.was_there),
+        bytes_in=sum(shard.bytes_in for shard in packed.shards),
+        bytes_out=sum(shard.bytes_out for shard in packed.shards),
+        seconds=seconds,
+        images_per_second=new / seconds,
+        skipped=tuple((skip.key, skip.text) for skip in skipped),
+        skipped_by_reason=dict(Counter(skip.reason for skip in skipped).most_common()),
+        fit=describe_fit(specs, np.concatenate(shapes)) if shapes else "",
+        shards=len(packed.shards),
+        missing=packed.missing,
+    )
 
 
 def _size_text(size: str | int | tuple[int, int]) -> str:
@@ -262,7 +321,7 @@ def _resume_or_begin(
         journal.begin(header)
     except OSError as ex:
         paths.discard(job.specs)
-        raise PackError(f"{_cannot_write(ex, paths)}; nothing was kept") from ex
+        raise PackError(f"{what_failed(ex, paths.partial)}; nothing was kept") from ex
     return []
 
 
@@ -316,12 +375,7 @@ def _explain(
     journal: Journal,
 ) -> PackError | KeyboardInterrupt:
     """Add to an error what is kept; where nothing is, leave nothing behind."""
-    if isinstance(error, OSError):
-        what = _cannot_write(error, paths)
-    elif isinstance(error, MemoryError):
-        what = "out of memory"
-    else:
-        what = str(error) or "interrupted"
+    what = what_failed(error, paths.partial)
     if not _is_kept(results, journal):
         paths.discard(results.job.specs)
         kept = "nothing was kept"
@@ -332,10 +386,6 @@ def _explain(
         )
     kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else PackError
     return kind(f"{what}; {kept}")
-
-
-def _cannot_write(error: OSError, paths: OutputPaths) -> str:
-    return f"cannot write {error.filename or paths.partial}: {error.strerror or error}"
 
 
 def _summarize(paths: OutputPaths, results: Results, *, resumed: int, began: float) -> PackSummary:

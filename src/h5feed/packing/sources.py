@@ -72,6 +72,13 @@ class FolderSource(ImageSource):
         end = _MASK_ENDS[self.mask_ends[index]]
         return os.path.join(os.fsencode(self.mask_root), _stem(self.key(index)) + end.encode())
 
+    def bytes_of(self, index: int) -> int:
+        """Return how large an item's image file is; 0 where it is gone."""
+        try:
+            return os.stat(self.path(index)).st_size
+        except OSError:
+            return 0
+
     def mask(self, index: int, *, max_pixels: int) -> npt.NDArray[np.uint8] | None:
         """Return an item's mask, decoded; None in a source without masks."""
         path = self.mask_path(index)

@@ -46,6 +46,10 @@ class PackSummary:
     skipped_by_reason: dict[str, int]
     fit: str
     """What --fit did, in words."""
+    shards: int = 0
+    """Shards of a set, or of this part of one, in which the images are; 0 for one file."""
+    missing: tuple[str, ...] = ()
+    """The set's shards that other parts have yet to make; its index waits for them."""
 
     def to_json(self) -> str:
         """Return the summary as one JSON object."""
@@ -56,8 +60,9 @@ class PackSummary:
         size = f"{in_bytes(self.bytes_out)}"
         if self.bytes_in:
             size += f" from {in_bytes(self.bytes_in)} of files"
+        where = f" in {counted(self.shards, 'shard')}" if self.shards else ""
         lines = [
-            f"{self.out}: {counted(self.items, 'image')}, "
+            f"{self.out}: {counted(self.items, 'image')}{where}, "
             + f"{counted_labels(self.classes, self.targets)}, {size}",
             f"{self.seconds:.1f} s"
             + (f", {self.images_per_second:,.0f} img/s" if self.images_per_second else "")
@@ -67,6 +72,11 @@ class PackSummary:
         if self.skipped:
             lines.append(f"{counted(len(self.skipped), 'image')} skipped:")
             lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]
+        if self.missing:
+            lines.append(
+                f"no index yet, {counted(len(self.missing), 'shard')} still to come: the last part "
+                f"writes it, or merge-h5 {self.out}"
+            )
         return "\n".join(lines)
 
 
