@@ -1,6 +1,6 @@
 """What train-h5 and its tools share: the options of a run, and where others of them come from.
 
---config reads them back, --recipe fills them; what is given beside either counts more.
+--config reads them back, --recipe fills them; options given beside either override it.
 """
 
 import sys
@@ -24,7 +24,7 @@ class RunOptions:
 
     run: Annotated[TrainConfig, tyro.conf.arg(name="")]
     config: Path | None = None
-    """Take the options from a run's config.json; what is given beside it counts more."""
+    """Take the options from a run's config.json; options given beside it override it."""
 
 
 _Options = TypeVar("_Options", bound=RunOptions)

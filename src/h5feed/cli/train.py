@@ -29,7 +29,7 @@ _TOOLS = {
 class _TrainCommand(RunOptions):
     """Train on a packed file, every known speed-up a switch.
 
-    SIGUSR1 saves at once; Ctrl-C and SIGTERM save and end, and --resume goes on from there (with
+    SIGUSR1 saves at once; Ctrl-C and SIGTERM save and end, and --resume continues from there (with
     several processes at the next --log-every).
 
     Several GPUs: --gpus N, or torchrun --nproc-per-node N -m h5feed.cli.train TRAIN ...

@@ -66,21 +66,22 @@ class ModelConfig:
     """resnet9 (for 32 px), resnet9-small (a sixteenth of its work), resnet18, unet,
     torchvision:NAME, timm:NAME, or module:function, called with the number of outputs."""
     pretrained: bool = False
-    """Begin with the weights that torchvision or timm has for the model, normalize with the mean
-    and std that belong to them, and make a new head where the classes are others."""
+    """Start from the weights that torchvision or timm has for the model, normalize with their mean
+    and std, and replace the head if the classes differ."""
     init: Path | None = None
-    """Begin with the weights of a checkpoint of train-h5 or of a state_dict (.pt, .safetensors); a
-    head of another size stays new."""
+    """Start from the weights of a checkpoint of train-h5, or of a state_dict (.pt, .safetensors);
+    a head of another size is trained from scratch."""
     freeze: str = ""
-    """Layers that are not trained: a number of them from the input, beginnings of weights' names
+    """Layers that are not trained: how many of them from the input, prefixes of weights' names
     (layer1,layer2), or backbone (all but the head). Batch norms in them keep their statistics."""
     drop_path: float | None = None
-    """Stochastic depth (Huang et al. 2016): rate at which the last block is left out, less for
-    those before it. By default as the model comes."""
+    """Stochastic depth (Huang et al. 2016): rate at which the last block is skipped, less for
+    those before it. By default the model's own."""
     drop_biases: bool = False
     """Drop the bias of each layer that a batch norm follows: the norm subtracts it again."""
     grad_checkpointing: bool = False
-    """Gradient checkpointing: keep only each block's input, and compute the rest twice."""
+    """Gradient checkpointing: keep only each block's input, and compute the rest again: saves
+    memory, costs time."""
 
     def __post_init__(self) -> None:
         if self.drop_path is not None:
@@ -102,9 +103,9 @@ class LossConfig:
     num_outputs: int = 0
     """Classes, or targets; 0 takes the number from the file."""
     loss: LossName = "auto"
-    """Of classes: cross-entropy, or bce: each class a yes-or-no question of its own (Wightman et
-    al. 2021, arXiv:2110.00476, recipes A1 to A3), with the shares of --mixup and --cutmix as its
-    targets. auto takes bce for multi-label, which knows no other."""
+    """For classes: cross-entropy, or bce, where each class is a yes-or-no question of its own
+    (Wightman et al. 2021, arXiv:2110.00476, recipes A1 to A3), with the shares of --mixup and
+    --cutmix as targets. auto takes bce for multi-label, which has no other."""
     bce_target_thresh: float | None = None
     """bce: shares above this count as a whole yes, the others as no (0.2 in timm's A2 and A3)."""
     label_smoothing: float = 0.0
@@ -165,14 +166,14 @@ class DataConfig:
     flip: bool = True
     """Mirror half of the images, left to right."""
     alternating_flip: bool = False
-    """With --flip, mirror each image in every other epoch (arXiv:2404.00498), which ones first is
-    drawn once; h5loader's."""
+    """With --flip, mirror each image in every other epoch (arXiv:2404.00498); which half comes
+    first is drawn once. h5loader only."""
     balance: bool = False
-    """Draw images with replacement, each class as often as any other, as many as there are;
-    h5loader's, for one class an image."""
+    """Draw images with replacement, each class as often as any other; the epoch's length stays.
+    h5loader only, for one class an image."""
     aug_repeats: int = 1
     """Times that each image comes in a row, each time augmented anew (repeated augmentation, Hoffer
-    et al. 2020); an epoch is as long as without, and sees a part of the images. h5loader's."""
+    et al. 2020); an epoch stays as long, so it sees a part of the images. h5loader only."""
     val_size: int = 0
     """Side in pixels of the images that are scored; 0 takes --size."""
     val_resize: int = 0
@@ -192,11 +193,11 @@ class RecipeConfig:
     """What today's recipes add to the plain loop."""
 
     recipe: RecipeName = "none"
-    """Fill the options with those of a published training; what is given beside it counts more.
+    """Fill the options with those of a published training; options given beside it override it.
     torchvision-resnet50: of torchvision's IMAGENET1K_V2 weights (80.9 %; pytorch.org/blog, Nov.
     2021, and torchvision's references). timm-a3: of "ResNet strikes back" (78.1 %,
     arXiv:2110.00476). cifar-airbench: of "94% on CIFAR-10 in 3.29 Seconds on a Single GPU"
-    (arXiv:2404.00498). A run says what is otherwise here."""
+    (arXiv:2404.00498). A run says what differs here."""
     mixup: float = 0.0
     """Alpha of mixup (Zhang et al. 2018); 0 turns it off."""
     cutmix: float = 0.0
@@ -204,9 +205,9 @@ class RecipeConfig:
     progressive: int = 0
     """Side in pixels of the first epoch's images, growing to the full size; 0 turns it off."""
     test_flip: bool = False
-    """Score the mean of each image's outputs and its mirror image's."""
+    """Score the mean of the outputs for each image and for its mirror image."""
     ema: float = 0.0
-    """Decay per step of an average of the weights, which is then what is scored; 0 turns it off."""
+    """Decay per step of an average of the weights, which is then scored instead; 0 turns it off."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "mixup", "cutmix", "progressive")
@@ -235,16 +236,16 @@ class OptimConfig:
     """Decoupled for adamw and lamb, L2 for sgd and lars, added to the normalized gradient by
     novograd. By default 0.05 (adamw), 0.01 (lamb), 5e-4 (sgd), 1e-4 (lars), 1e-3 (novograd)."""
     layer_decay: float = 1.0
-    """What the rate is multiplied by from each layer to the one before it, the head having the
-    whole (BEiT, arXiv:2106.08254); 1 turns it off. Common for fine-tuning: 0.65 to 0.9."""
+    """Factor on the rate from each layer to the one before it; the head has the full rate (BEiT,
+    arXiv:2106.08254). 1 turns it off. Common for fine-tuning: 0.65 to 0.9."""
     decay_norms: bool = False
     """Let weight decay act on norms, biases, class tokens and position embeddings as well (He et
-    al. 2019 leave them out), and on what a model's own no_weight_decay() names."""
+    al. 2019 leave them out), and on the weights that a model's own no_weight_decay() names."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """One kernel for all weights, one per operation, or one per weight and operation (adamw and
     sgd; the others take one per operation)."""
     set_to_none: bool = True
-    """Forget gradients rather than filling them with zeros."""
+    """Set gradients to None after a step rather than to zeros."""
     clip_norm: float = 0.0
     """Largest norm of all gradients together; 0 turns it off."""
     clip_value: float = 0.0
@@ -286,7 +287,7 @@ class ScheduleConfig:
     step_every: float = 0.3
     """step: share of all steps after which the rate is multiplied by --step-factor, repeatedly."""
     step_factor: float = 0.1
-    """step: what the rate is multiplied by."""
+    """step: factor on the rate."""
 
     def __post_init__(self) -> None:
         if self.warmup is not None:
@@ -318,14 +319,14 @@ class SpeedConfig:
     compile: CompileMode = "off"
     """torch.compile of the model, in this mode, for training and scoring."""
     scoring_backend: str = "off"
-    """Backend of torch.compile by which the model scores, in place of --compile's: inductor,
-    tensorrt (which cannot train), ..."""
+    """Backend of torch.compile for scoring, in place of --compile's: inductor, tensorrt (which
+    cannot train), ..."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms once for each shape (CUDA only)."""
     deterministic: bool = False
-    """Take only algorithms that give the same bits each time, on the same machine and versions
-    (torch.use_deterministic_algorithms, cuDNN's likewise and without its trials): slower. An
-    operation that has none is an error. Seeds are set without this, too."""
+    """Use only algorithms that give the same bits each time, on the same machine and versions
+    (torch.use_deterministic_algorithms, and cuDNN without its autotuner): slower. An operation
+    without such an algorithm is an error. Seeds are set without this, too."""
     accumulate: int = 1
     """Parts that each batch is computed in, one after the other, to save memory. A batch norm
     sees one part at a time."""
@@ -348,9 +349,9 @@ class DistributedConfig:
     bucket_view: bool = True
     """Let gradients live in DDP's buckets: one copy and some memory less."""
     fsdp: bool = False
-    """Share weights, gradients and momenta out among the processes (FSDP2's fully_shard), for a
-    model that does not fit on each; its weights stay in NCHW. adamw or sgd, without --ema,
-    --compile and fp16. Checkpoints are whole: any number of processes goes on from them."""
+    """Shard weights, gradients and momenta over the processes (FSDP2's fully_shard), for a model
+    that does not fit on one device; its weights stay in NCHW. adamw or sgd, without --ema,
+    --compile and fp16. Checkpoints are whole: any number of processes can resume from them."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "gpus")
@@ -358,7 +359,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    """What is watched and written while it runs."""
+    """What a run logs and saves."""
 
     debug: DebugTool = "off"
     """anomaly (where NaN came from), profile (trace.json and top-ops.txt), gradcheck (gradients
@@ -373,9 +374,9 @@ class DebugConfig:
     """Write TensorBoard's files too, when it is installed."""
     wandb: str = ""
     """Project of Weights & Biases to log to as well (extra wandb; WANDB_MODE=offline keeps it on
-    this machine). A resumed run goes on as the same run there."""
+    this machine). A resumed run continues the same run there."""
     curves: bool = True
-    """Draw curves.png, and what the last scoring found, at the end if matplotlib is installed."""
+    """Draw curves.png and the last scoring at the end, if matplotlib is installed."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "log_every")
@@ -399,10 +400,10 @@ class TrainConfig:
     out: Path = Path("run")
     """Folder for config.json, metrics.jsonl, checkpoints and curves.png."""
     resume: bool = False
-    """Go on from the last checkpoint in --out, in mid-epoch too. With more --epochs, the learning
-    rate goes on where it would be in a run of that many epochs (it may rise again)."""
+    """Continue from the last checkpoint in --out, also in mid-epoch. With more --epochs, the
+    learning rate continues as in a run of that many epochs (it may rise again)."""
     overwrite: bool = False
-    """Start anew where --out holds a run already."""
+    """Start anew even if --out holds a run already."""
     epochs: int = 10
     """Times that every image is seen."""
     batch_size: int = 128
