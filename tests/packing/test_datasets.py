@@ -12,7 +12,7 @@ from PIL import Image
 from h5feed import H5Dataset
 from h5feed.errors import PackError, UsageError
 from h5feed.feed.facts import facts_in_words, file_facts
-from h5feed.packing import PackOptions, pack
+from h5feed.packing import PackOptions, pack, sources, workers
 from h5feed.packing.options import field_specs
 from h5feed.packing.resize import fit_image
 from h5feed.store.check import check_file
@@ -85,19 +85,24 @@ def test_a_dataset_of_several_classes_an_item(out):
     assert "2 classes" in facts_in_words(facts, classes=9)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError(), MemoryError()])
-def test_a_dataset_that_ends_the_program_leaves_nothing_behind(out, monkeypatch, error):
+@pytest.mark.parametrize("error", [SystemExit(3), MemoryError()])
+def test_a_dataset_that_ends_the_program_leaves_what_was_done(out, error):
     """SystemExit goes through; a shortage of memory fails the run; any other error is a skip."""
     items = [(a, 0) for a in arrays()]
-    items[3] = error
-    if isinstance(error, ZeroDivisionError):
-        assert pack(Pairs(items), out, size=16).items == 5
-        return
     said = {"SystemExit": "^3$", "MemoryError": "^out of memory at 3: fewer --workers or a smaller"}
     expected = SystemExit if isinstance(error, SystemExit) else PackError
     with pytest.raises(expected, match=said[type(error).__name__]):
-        pack(Pairs(items), out, size=16)
-    assert names(out.parent) == []
+        pack(Pairs([*items[:3], error, *items[4:]]), out, size=16, num_workers=0)
+    assert not out.exists()
+    assert pack(Pairs(items), out, size=16, num_workers=0, resume=True).items == 6
+
+
+def test_a_dataset_that_ends_a_worker_is_one_sentence(out):
+    items = [(a, 0) for a in arrays()]
+    items[3] = SystemExit(3)
+    with pytest.raises(PackError, match=r"^a worker process died \(exit status 3\) at 3; "):
+        pack(Pairs(items), out, size=16, num_workers=1)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -114,11 +119,14 @@ def test_a_dataset_of_masks_is_refused(out, mask):
 
 def test_a_dataset_item_that_raises_is_skipped(out):
     items = [(a, np.int64(i % 2)) for i, a in enumerate(arrays())]
-    items[2] = OSError("bad file")
+    items[2], items[4] = OSError("bad file"), ZeroDivisionError()
     summary = pack(Pairs(items), out, size=16)
-    assert summary.skipped == (("2", "cannot be loaded (OSError: bad file)"),)
+    assert summary.skipped == (
+        ("2", "cannot be loaded (OSError: bad file)"),
+        ("4", "cannot be loaded (ZeroDivisionError: )"),
+    )
     with h5py.File(out) as file:
-        assert file["labels"][:].tolist() == [0, 1, 1, 0, 1]
+        assert file["labels"][:].tolist() == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +164,8 @@ def test_a_dataset_without_items_is_refused(out):
 
 def test_what_a_dataset_cannot_do(out):
     pairs = Pairs([(a, 0) for a in arrays()])
-    with pytest.raises(UsageError, match="resume=True needs a folder, and source is a dataset"):
-        pack(pairs, out, resume=True)
+    with pytest.raises(UsageError, match="fields=x is about a table's columns, and source is a d"):
+        pack(pairs, out, fields=["x"])
     with pytest.raises(UsageError, match="store=original needs a folder of files"):
         pack(pairs, out, store="original")
     with pytest.raises(UsageError, match="source=int is neither a folder's path nor a dataset"):
@@ -190,3 +198,63 @@ def test_spawned_workers_give_the_same_bytes(folder, out):
     path.write_text(script)
     subprocess.run([sys.executable, str(path), str(folder), str(out)], check=True)
     assert sha256(out) == expected
+
+
+def labelled(kind, count=40):
+    """Items with class numbers, or with two targets each."""
+    label = (lambda i: i % 2) if kind is Pairs else (lambda i: [i / 3, -float(i)])
+    return [(a, label(i)) for i, a in enumerate(arrays(count))]
+
+
+@pytest.mark.parametrize("kind", [Pairs, Targets])
+def test_a_dataset_packs_in_processes_as_in_one(out, kind):
+    items = labelled(kind)
+    items[7] = OSError("bad file")
+    assert pack(kind(items), out, size=16, num_workers=0).items == 39
+    expected = sha256(out)
+    summary = pack(kind(items), out, size=16, num_workers=2, overwrite=True)
+    assert [key for key, _ in summary.skipped] == ["7"]
+    assert sha256(out) == expected
+    with h5py.File(out) as file:
+        wanted = [label for n, (_, label) in enumerate(labelled(kind)) if n != 7]
+        assert np.array_equal(file["labels"][:], np.array(wanted, file["labels"].dtype))
+
+
+@pytest.mark.parametrize("kind", [Pairs, Targets])
+def test_an_interrupted_dataset_goes_on(out, monkeypatch, kind):
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 4)
+    items = labelled(kind)
+    pack(kind(items), out, size=16, num_workers=0)
+    expected = sha256(out)
+    out.unlink()
+    pressed = kind([*items[:21], KeyboardInterrupt(), *items[22:]])
+    with pytest.raises(KeyboardInterrupt, match="20 of 40 images are kept"):
+        pack(pressed, out, size=16, num_workers=0)
+    others = [(a[::-1], label) for a, label in items]
+    with pytest.raises(PackError, match="resumed: item 19 of the dataset is another one than then"):
+        pack(kind(others), out, size=16, num_workers=0, resume=True)
+    with pytest.raises(PackError, match=r"the source has changed \(40 images then, 39 now\)"):
+        pack(kind(items[1:]), out, size=16, num_workers=0, resume=True)
+    assert pack(kind(items), out, size=16, num_workers=2, resume=True).resumed == 20
+    assert sha256(out) == expected
+
+
+def test_a_dataset_that_does_not_pickle_packs_in_one_process_and_says_so(out, capsys):
+    pairs = Pairs([(a, 0) for a in arrays()])
+    pairs.open = lambda: None
+    assert pack(pairs, out, size=16, num_workers=2, progress=True).items == 6
+    said = capsys.readouterr().err
+    assert said.count("packed in one process: Pairs does not pickle (") == 1
+    pack(pairs, out, size=16, num_workers=0, progress=True, overwrite=True)
+    assert "pickle" not in capsys.readouterr().err
+
+
+def test_a_large_dataset_is_not_pickled_whole_to_see_whether_it_pickles(monkeypatch):
+    monkeypatch.setattr(sources, "_PICKLED", 100_000)
+    after = [b"x" * 200_000, lambda: None]  # what comes behind enough is not looked at
+    source = sources.DatasetSource(Pairs(after), background=(0, 0, 0))
+    source.check_pickles()
+    assert source.pickles
+    source = sources.DatasetSource(Pairs(after[::-1]), background=(0, 0, 0))
+    source.check_pickles()
+    assert not source.pickles

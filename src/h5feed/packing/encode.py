@@ -16,7 +16,7 @@ from h5feed.packing.decode import TOO_LARGE, DecodeError, decode_rgb
 from h5feed.packing.items import ImageSource
 from h5feed.packing.options import PackOptions
 from h5feed.packing.resize import Box, fit_image, fit_mask
-from h5feed.packing.sources import DatasetSource
+from h5feed.packing.sources import DatasetSource, Label
 from h5feed.store.layout import FieldSpec, payload_names, segment_offsets
 from h5feed.system import is_out_of_memory
 
@@ -89,6 +89,8 @@ class BlockResult:
     """Bytes of payload, one number for each of `payload_names`."""
     source_bytes: int
     """Bytes of the packed images' files."""
+    labels: list[Label] | None = None
+    """Those of the packed images, where the source is a dataset: it shows them with its items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class _Item:
     shape: tuple[int, int]
     box: Box
     source_bytes: int
+    label: Label | None = None
 
 
 def row_type(specs: Sequence[FieldSpec]) -> np.dtype[np.void]:
@@ -171,31 +174,38 @@ def encode_block(
         skips=tuple(skips),
         sizes=tuple(sum(map(len, field)) for field in payloads),
         source_bytes=sum(item.source_bytes for _, item in items),
+        labels=_labels(job, [item.label for _, item in items]),
     )
     return result, payloads
+
+
+def _labels(job: Job, labels: list[Label | None]) -> list[Label] | None:
+    if isinstance(job.source, DatasetSource):
+        return [label for label in labels if label is not None]
+    return None
 
 
 def _encode(job: Job, index: int) -> _Item:
     images = job.specs[0]
     if images.encoding == "original":
         return _original(job, index)
-    rgb, size = _load(job, index)
+    rgb, size, label = _load(job, index)
     pixels, box = fit_image(rgb, images, background=job.options.background)
     payloads = _encode_pixels(job, pixels)
     if len(job.specs) > 1:
         payloads += (_mask(job, index, (rgb.shape[0], rgb.shape[1])),)
-    return _Item(
-        payloads, (rgb.shape[0], rgb.shape[1]), (pixels.shape[0], pixels.shape[1]), box, size
-    )
+    shape = (pixels.shape[0], pixels.shape[1])
+    return _Item(payloads, (rgb.shape[0], rgb.shape[1]), shape, box, size, label)
 
 
-def _load(job: Job, index: int) -> tuple[Pixels, int]:
+def _load(job: Job, index: int) -> tuple[Pixels, int, Label | None]:
     if isinstance(job.source, DatasetSource):
-        return job.source.rgb(index), 0
+        rgb, label = job.source.load(index)
+        return rgb, 0, label
     options = job.options
     data = job.source.read(index, max_pixels=options.max_pixels)
     rgb = decode_rgb(data, background=options.background, max_pixels=options.max_pixels)
-    return rgb, len(data)
+    return rgb, len(data), None
 
 
 def _encode_pixels(job: Job, pixels: Pixels) -> tuple[Payload, ...]:

@@ -157,6 +157,7 @@ class Journal:
                 "skips": block.skips,
                 "sizes": block.sizes,
                 "source_bytes": block.source_bytes,
+                "labels": block.labels,
             }
             self._append(json.dumps(facts).encode(), block.rows.tobytes())
         self._sync()
@@ -230,7 +231,12 @@ def _parse_block(
         skips=tuple(Skip(*skip) for skip in facts["skips"]),
         sizes=tuple(facts["sizes"]),
         source_bytes=facts["source_bytes"],
+        labels=facts["labels"],
     )
+    if block.labels is not None and np.array(block.labels).dtype.kind not in "if":
+        raise TypeError("a label is no number")
+    if block.labels is not None and len(block.labels) != len(block.rows):
+        raise ValueError("other labels than images")
     numbers = [block.start, block.stop, block.source_bytes, *block.sizes]
     numbers += [skip.item for skip in block.skips]
     texts = [text for skip in block.skips for text in (skip.reason, skip.detail)]

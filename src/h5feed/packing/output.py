@@ -24,6 +24,7 @@ from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.packing.encode import BlockResult, Job, Payload, Skip, payload_sizes, row_type
 from h5feed.packing.options import PackOptions
 from h5feed.packing.places import stored_places
+from h5feed.packing.sources import DatasetSource
 from h5feed.progress import Progress
 from h5feed.store.check import check_file
 from h5feed.store.fields import FieldValues, continue_checksums, take_ragged
@@ -254,6 +255,8 @@ class Results:
         """Add the next block; return where its payloads begin, a position for each file."""
         assert block.start == self.stop, f"{block.start=} after {self.stop=}"
         self._check_skips(block.skips)
+        if block.labels is not None and isinstance(self.job.source, DatasetSource):
+            self.job.source.note(block.rows["index"], block.labels)
         positions = tuple(self.sizes)
         self._rows[self.count : self.count + len(block.rows)] = block.rows
         self.count += len(block.rows)

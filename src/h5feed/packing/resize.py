@@ -66,7 +66,7 @@ def _short_sides(source: ImageSource | DatasetSource, options: PackOptions) -> I
     if isinstance(source, DatasetSource):
         for index in _sample(len(source), _SAMPLED_ITEMS):
             try:
-                yield min(source.rgb(index).shape[:2])
+                yield min(source.load(index)[0].shape[:2])
             except DecodeError:
                 continue
         return

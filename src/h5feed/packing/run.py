@@ -16,7 +16,7 @@ import numpy as np
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
 from h5feed.packing.arrow import is_hugging_face
-from h5feed.packing.encode import BlockResult, Job
+from h5feed.packing.encode import BlockResult, Job, encode_block
 from h5feed.packing.items import EXTENSIONS, ClassOrder, ImageSource
 from h5feed.packing.journal import Header, Journal, JournalWriter, intact_blocks, lock
 from h5feed.packing.merge import merge_set
@@ -85,11 +85,10 @@ def pack(
     `source` is a folder; tar files (WebDataset's) or parquet files with image bytes, by path, list
     of paths or pattern; a Hugging Face Dataset; or any dataset with `len(source)` and
     `source[i] == (image, label)`: image a PIL image, a uint8 array (H, W, 3) or a uint8 tensor
-    (3, H, W), label a class number or numeric targets. Such a dataset is read in this process, one
-    item after the other, and cannot
-    be resumed. `size` is "auto", S, "HxW" or (H, W); `manifest` may be a pandas DataFrame;
-    `progress` shows a bar or lines on stderr; the other options are those of `PackOptions`, which
-    describes them.
+    (3, H, W), label a class number or numeric targets. Such a dataset is read by worker processes
+    where it pickles, else in this one, and must give the same items when a run is resumed. `size`
+    is "auto", S, "HxW" or (H, W); `manifest` may be a pandas DataFrame; `progress` shows a bar or
+    lines on stderr; the other options are those of `PackOptions`, which describes them.
 
     A folder of class folders:
 
@@ -170,6 +169,8 @@ def pack_with(
     check_out(paths, Path(source) if _is_path(source) else None, options)
     found = _open(source, options, progress)
     specs = field_specs(options, stored_size(found, options, progress=progress))
+    if isinstance(found, DatasetSource) and options.num_workers != 0:
+        found.check_pickles()  # here: reading sizes may have opened files
     job = Job(source=found, specs=specs, options=options)
     with lock(paths, specs) as journal:
         results, resumed = _run(paths, job, journal, progress)
@@ -245,7 +246,7 @@ def _open(source: Any, options: PackOptions, progress: bool) -> ImageSource | Da
             allow_empty=options.allow_empty,
             progress=progress,
         )
-    for name in ("manifest", "annotations", "masks", "resume"):
+    for name in ("manifest", "annotations", "masks"):
         if getattr(options, name):
             raise UsageError(
                 f"{name}={getattr(options, name)} needs a folder, and source is a dataset"
@@ -299,7 +300,7 @@ def _resume_or_begin(
     """Return what an earlier run had done, as far as that is really there; or start again."""
     source = job.source
     header = Header(
-        source=source.digest(progress=progress) if isinstance(source, ImageSource) else "",
+        source=source.digest(progress=progress),
         count=len(source),
         content=job.options.content(),
         versions=versions(),
@@ -314,6 +315,7 @@ def _resume_or_begin(
     except OSError as ex:
         raise PackError(f"cannot resume from {ex.filename}: {ex.strerror}") from ex
     if done:
+        _refuse_other_items(paths, job, done)
         return done
     refuse_existing(paths, job.options)
     try:
@@ -323,6 +325,23 @@ def _resume_or_begin(
         paths.discard(job.specs)
         raise PackError(f"{what_failed(ex, paths.partial)}; nothing was kept") from ex
     return []
+
+
+def _refuse_other_items(paths: OutputPaths, job: Job, done: Sequence[BlockResult]) -> None:
+    """Refuse to go on with a dataset whose last packed item is another one today.
+
+    Of a folder everything is compared; of a dataset nothing can be, short of reading it all.
+    """
+    rows = next((block.rows for block in reversed(done) if len(block.rows)), None)
+    if rows is None or not isinstance(job.source, DatasetSource):
+        return
+    index = int(rows["index"][-1])
+    again, _ = encode_block(job, index, index + 1, 1)
+    if not np.array_equal(again.rows, rows[-1:]):
+        raise PackError(
+            f"{paths.journal} cannot be resumed: item {index} of the dataset is another one than "
+            "then. Give what it was begun with, or --overwrite to start again"
+        )
 
 
 def _is_already_out(
@@ -345,7 +364,7 @@ def _fill(paths: OutputPaths, results: Results, journal: Journal, progress: bool
         JournalWriter(journal) as writer,
     ):
         results.say = bar.say
-        for note in getattr(job.source, "notes", ()):
+        for note in job.source.notes:
             bar.say(note)
 
         def tick(written: Sequence[BlockResult]) -> None:
@@ -364,8 +383,8 @@ def _fill(paths: OutputPaths, results: Results, journal: Journal, progress: bool
 
 
 def _is_kept(results: Results, journal: Journal) -> bool:
-    """Whether there is something to resume from: a dataset starts again each time."""
-    return bool(journal.stop and results.count) and isinstance(results.job.source, ImageSource)
+    """Whether there is something to resume from."""
+    return bool(journal.stop and results.count)
 
 
 def _explain(

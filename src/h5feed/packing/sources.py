@@ -1,8 +1,10 @@
 """What is to be packed: from SRC, a folder, files or a dataset, to items and their images."""
 
 import glob
+import hashlib
 import operator
 import os
+import pickle
 import re
 import shlex
 from array import array
@@ -37,7 +39,7 @@ from h5feed.store.fields import FieldValues
 from h5feed.system import is_out_of_memory
 from h5feed.text import counted
 
-__all__ = ["DatasetSource", "FolderSource", "names_files", "open_source"]
+__all__ = ["DatasetSource", "FolderSource", "Label", "names_files", "open_source"]
 
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 _NUMBERED = re.compile(r"[-_.]?\d.*|\.(?:tar|parquet)$")
@@ -497,12 +499,18 @@ def _refuse_loop(folder: str) -> None:
 # --- datasets
 
 
+Label = int | list[float]
+"""A class number, or numbers to predict."""
+_PICKLED = 64 << 20  # bytes after which a dataset is believed to pickle
+
+
 class DatasetSource:
     """Presents `dataset[i] == (image, label)` for 0 ≤ i < len(dataset) to packing.
 
     An image is a PIL image, a uint8 array (H, W, 3) or (H, W), or a uint8 tensor (C, H, W). A
-    label is a class number, or numeric targets. Labels are noted as their images are read,
-    so `labels` is whole once packing is through. The key of an image is its number.
+    label is a class number, or numeric targets, or 1 and 0 for each of `dataset.classes`. Labels
+    come with the images, in whatever process reads these, and are noted here; so `labels` is
+    whole once packing is through. The key of an image is its number.
     """
 
     def __init__(self, dataset: Any, *, background: tuple[int, int, int]) -> None:
@@ -521,6 +529,9 @@ class DatasetSource:
         """A dataset's targets have no names."""
         self.labels: npt.NDArray[np.int64] | npt.NDArray[np.float32] | None = None
         self.fields: Mapping[str, FieldValues] = {}
+        self.notes: tuple[str, ...] = ()
+        self.pickles = True
+        """Whether worker processes may read it: known after `check_pickles`."""
 
     def __len__(self) -> int:
         return self._count
@@ -539,8 +550,26 @@ class DatasetSource:
         """All keys back to back."""
         return np.frombuffer(b"".join(map(self.key, range(len(self)))), np.uint8)
 
-    def rgb(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return image `index` as uint8 (H, W, 3), and note its label."""
+    def digest(self, *, progress: bool = False) -> str:
+        """Return a SHA-256 of what is known without reading an item: type and classes."""
+        kind = type(self.dataset)
+        said = "\0".join((f"{kind.__module__}.{kind.__qualname__}", *self.classes))
+        return hashlib.sha256(said.encode("utf-8", "surrogateescape")).hexdigest()
+
+    def check_pickles(self) -> None:
+        """See whether the dataset pickles: only then may worker processes read it."""
+        sink = _Sink()
+        try:
+            pickle.Pickler(sink, 5, buffer_callback=lambda buffer: None).dump(self.dataset)
+        except Exception as ex:  # whatever a dataset raises
+            if sink.written <= _PICKLED:
+                self.notes = (
+                    f"packed in one process: {type(self.dataset).__name__} does not pickle ({ex})",
+                )
+                self.pickles = False
+
+    def load(self, index: int) -> tuple[npt.NDArray[np.uint8], Label]:
+        """Return image `index` as uint8 (H, W, 3), and its label."""
         try:
             sample = self.dataset[index]
         except Exception as ex:  # whatever a dataset raises for a bad image
@@ -550,11 +579,21 @@ class DatasetSource:
         if not isinstance(sample, Sequence) or len(sample) != 2:
             raise UsageError(f"{self._item(index)} is {_kind(sample)}: (image, label) is needed")
         image, label = sample
-        self._note(index, label)
+        value = self._label(index, label)
         pixels = np.ascontiguousarray(self._to_rgb(index, image))
         if not pixels.size:
             raise DecodeError(DAMAGED, f"{pixels.shape[0]}x{pixels.shape[1]} pixels")
-        return pixels
+        return pixels, value
+
+    def note(self, indices: npt.NDArray[Any], labels: Sequence[Label]) -> None:
+        """Keep the labels of these images."""
+        for index, label in zip(indices.tolist(), labels, strict=True):
+            if self.labels is None:
+                kind = np.int64 if isinstance(label, int) else np.float32
+                self.labels = np.zeros((self._count, *np.shape(label)), kind)
+            if np.shape(label) != self.labels.shape[1:]:
+                raise UsageError(f"the label of {self._item(index)} has another form than others")
+            self.labels[index] = label
 
     def _to_rgb(self, index: int, image: Any) -> npt.NDArray[np.uint8]:
         if isinstance(image, Image.Image):
@@ -575,7 +614,7 @@ class DatasetSource:
             )
         return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
 
-    def _note(self, index: int, label: Any) -> None:
+    def _label(self, index: int, label: Any) -> Label:
         if isinstance(label, Image.Image) or np.ndim(label) > 1:
             raise UsageError(
                 f"the label of {self._item(index)} is {_kind(label)}, a mask by its shape: a class "
@@ -601,14 +640,21 @@ class DatasetSource:
                 f"{len(self.classes)} classes: 1 or 0 for each, or one class number, is needed; a "
                 "dataset of targets has no classes"
             )
-        if self.labels is None:
-            self.labels = np.zeros((self._count, *np.shape(value)), np.asarray(value).dtype)
-        if np.shape(value) != self.labels.shape[1:]:
-            raise UsageError(f"the label of {self._item(index)} has another form than the first")
-        self.labels[index] = value
+        return value if isinstance(value, int) else value.tolist()
 
     def _item(self, index: int) -> str:
         return f"{type(self.dataset).__name__}[{index}]"
+
+
+class _Sink:
+    """Counts what is pickled, and ends it where it is enough."""
+
+    written = 0
+
+    def write(self, data: Any) -> None:
+        self.written += len(data)
+        if self.written > _PICKLED:
+            raise OverflowError
 
 
 def _to_label(label: Any) -> "int | np.ndarray[Any, Any] | None":

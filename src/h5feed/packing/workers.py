@@ -15,7 +15,7 @@ import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -105,8 +105,7 @@ def pack_here(job: Job, outputs: Outputs, results: Taker, tick: Tick) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # an image is too small to share, and the bytes must not depend on it
     try:
-        strict = nullcontext() if isinstance(job.source, DatasetSource) else whole_images_only()
-        with _OpenFiles(outputs, job.specs) as files, strict:
+        with _OpenFiles(outputs, job.specs) as files, _strict(job):
             for start, stop in cut_blocks(results.stop, outputs.stops, 1, job.specs[0]):
                 result, payloads = encode_block(job, start, stop, results.skips_left)
                 files.write(start, results.accept(result), payloads)
@@ -137,9 +136,14 @@ def pack_images(job: Job, outputs: Outputs, results: Taker, tick: Tick) -> None:
         pack_here(job, outputs, results, tick)
 
 
+def _strict(job: Job) -> AbstractContextManager[None]:
+    """Refuse truncated files; a dataset opens its files as the program told Pillow to."""
+    return nullcontext() if isinstance(job.source, DatasetSource) else whole_images_only()
+
+
 def _worker_count(job: Job, images: int) -> int:
     wanted = job.options.num_workers
-    if isinstance(job.source, DatasetSource):
+    if isinstance(job.source, DatasetSource) and wanted != 0 and not job.source.pickles:
         return 0
     if wanted is None:
         wanted = available_cores()
@@ -332,7 +336,7 @@ def _serve(
     torch.set_num_threads(1)
     cv2.setNumThreads(0)
     try:
-        with _OpenFiles(outputs, job.specs) as files, whole_images_only():
+        with _OpenFiles(outputs, job.specs) as files, _strict(job):
             _serve_tasks(job, conn, files, current)
     except (EOFError, ConnectionError):
         pass  # the coordinator is gone, or wants no more
