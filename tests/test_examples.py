@@ -11,7 +11,8 @@ from packed import further_fields, random_images, write_packed, write_set
 from packing.folders import make_folder
 
 AUGMENT = [
-    "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline", "places", "tone", "warp",
+    "choice", "color", "erasing", "floats", "geometry", "mixing", "ops", "pipeline", "places",
+    "policies", "tone", "warp",
 ]  # fmt: skip
 TRAIN = [module.name for module in pkgutil.iter_modules(h5feed.train.__path__)]
 FEED = ["dataloader", "dataset", "fields", "loader", "order", "sampling", "tune"]

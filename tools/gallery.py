@@ -53,6 +53,16 @@ OPS: Mapping[str, Sequence[Op]] = {
         augment.RandomAutocontrast(p=0.5),
         augment.RandomAdjustSharpness(6, p=0.5),
     ],
+    "policies": [
+        augment.RandAugment(2, 9, fill=127),
+        augment.TrivialAugmentWide(fill=127),
+        augment.AutoAugment("imagenet", fill=127),
+        augment.AugMix(),
+        augment.RandomApply([augment.ColorJitter(0.6, 0.6, 0.6)], p=0.5),
+        augment.RandomChoice(
+            [augment.Grayscale(3), augment.RandomSolarize(128, p=1.0), augment.GaussianBlur(9, 3)]
+        ),
+    ],
 }
 """By file: the ops that are drawn in it."""
 

@@ -13,7 +13,9 @@ from h5feed.augment import (
     ColorJitter,
     ImageOp,
     Pipeline,
+    RandAugment,
     RandomAffine,
+    RandomApply,
     RandomCrop,
     RandomHorizontalFlip,
     RandomPerspective,
@@ -38,6 +40,9 @@ LISTS = {
     "affine of a crop": [RandomResizedCrop(70), RandomHorizontalFlip(), RandomAffine(20)],
     "affine: rotation": [RandomRotation(40), RandomHorizontalFlip()],
     "affine: perspective": [RandomPerspective(0.4, 0.8), CenterCrop(90)],
+    "affine: policies": [RandomCrop(80), RandAugment(2, 9), RandomHorizontalFlip()],
+    "affine: some": [RandomApply([RandomRotation(40)]), RandomApply([RandomPerspective(0.3, 1)])],
+    "resize, some cropped": [RandomApply([Resize(110), RandomCrop((H, W))])],
     "colors do nothing": [ColorJitter(0.4), RandomResizedCrop(64)],
 }
 

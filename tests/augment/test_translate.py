@@ -114,6 +114,29 @@ BOTH = {
             augment.RandomPerspective(0.3, 0.2, fill=8, mask_fill=8),
         ],
     ),
+    "policies": (
+        lambda t: [
+            t.RandAugment(3, 7, 11, BILINEAR), t.TrivialAugmentWide(fill=[1, 2, 3]),
+            t.AutoAugment(v2.AutoAugmentPolicy.CIFAR10), t.AugMix(4, 2, 1, 0.5, False, fill=3),
+        ],
+        [
+            augment.RandAugment(3, 7, 11, "bilinear", fill=0),
+            augment.TrivialAugmentWide(fill=(1, 2, 3)), augment.AutoAugment("cifar10", fill=0),
+            augment.AugMix(4, 2, 1, 0.5, False, fill=3),
+        ],
+    ),
+    "choices": (
+        lambda t: [
+            t.RandomApply([t.ColorJitter(0.4), t.RandomGrayscale()], p=0.8),
+            t.RandomChoice([t.RandomInvert(), nn.Identity(), t.RandomApply([t.GaussianBlur(5)])]),
+        ],
+        [
+            augment.RandomApply([ColorJitter((0.6, 1.4)), RandomGrayscale()], 0.8),
+            augment.RandomChoice(
+                [augment.RandomInvert(), (), augment.RandomApply([GaussianBlur((5, 5), (0.1, 2))])]
+            ),
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -132,10 +155,13 @@ def test_a_scripts_line_comes_to_the_ops_of_its_names(library, name):
     expected = [*expected, *(FLOATS if name in ("imagenet", "evaluation") else [])]
     if name == "cifar" and library is v2:
         expected[0] = RandomCrop((32, 32), [4] * 4, padding_mode="reflect")
+    if name == "choices" and library is v2:  # where p is never None
+        expected[1] = augment.RandomChoice(expected[1].transforms, (1 / 3,) * 3)
     for (kind, values), op in zip(found, expected, strict=True):
         assert kind is type(op)
         for ours, theirs in zip(values, plain(op)[1], strict=True):
-            assert ours == (pytest.approx(theirs) if isinstance(theirs, tuple) else theirs)
+            numbers = isinstance(theirs, tuple) and all(isinstance(v, (int, float)) for v in theirs)
+            assert ours == (pytest.approx(theirs) if numbers else theirs)
 
 
 def test_v2s_own_ways_of_saying_it():
@@ -211,6 +237,8 @@ def test_a_choice_of_mixing_is_one_op():
         alpha=0.2, num_classes=5, cutmix_alpha=0.7, cutmix_p=0.75
     )
     data = pytest.importorskip("timm.data")
+    with pytest.raises(UsageError, match="timm's RandAugment has no counterpart"):
+        from_torchvision(data.create_transform(64, is_training=True, auto_augment="rand-m9"))
     both = data.FastCollateMixup(0.8, 1.0, prob=0.9, label_smoothing=0.1, num_classes=7)
     assert from_torchvision([both]) == (
         MixUpOrCutMix(alpha=0.8, num_classes=7, p=0.9, label_smoothing=0.1),
@@ -231,16 +259,17 @@ class Own(v2.CenterCrop):
     ("make", "message"),
     [
         (
-            lambda: v2.Compose([v2.RandAugment()]),
-            "augment: torchvision's RandAugment has no counterpart in h5feed.augment; leave it "
+            lambda: v2.Compose([v2.RandomOrder([v2.RandomInvert()])]),
+            "augment: torchvision's RandomOrder has no counterpart in h5feed.augment; leave it "
             "out, or keep all of the transform in H5Dataset(path, transform=...) and use "
             "make_dataloader",
         ),
         (
-            lambda: [v1.RandomApply([v1.RandomGrayscale()])],
-            "augment: torchvision's RandomApply has",
+            lambda: [v1.RandomApply([v1.RandomOrder([v1.RandomGrayscale()])])],
+            "augment: torchvision's RandomOrder has",
         ),
-        (lambda: [v2.RandomChoice([v2.Grayscale()])], "RandomChoice has a counterpart in h5feed.a"),
+        (lambda: [v2.RandomChoice([v2.Grayscale()])], "RandomChoice: transforms=[Grayscale(num_o"),
+        (lambda: [v2.RandAugment(interpolation=BICUBIC)], "RandAugment: interpolation='bicubic' m"),
         (lambda: [v2.Lambda(abs)], "augment: torchvision's Lambda has no counterpart in"),
         (
             lambda: [abs],

@@ -14,6 +14,7 @@ after a crop, ColorJitter(0.4, 0.4, 0.4, 0.1) comes up to 10 apart in single pix
 more than 2 apart, the mean stays below 0.5), as far as torchvision's own carries a difference of 1.
 """
 
+from h5feed.augment.choice import RandomApply, RandomChoice
 from h5feed.augment.color import ColorJitter, GaussianBlur, Grayscale, RandomGrayscale
 from h5feed.augment.erasing import RandomErasing
 from h5feed.augment.floats import Normalize, ToDtype
@@ -31,6 +32,7 @@ from h5feed.augment.ops import Draws, ImageOp, Op
 from h5feed.augment.pipeline import Params, Pipeline
 from h5feed.augment.places import Moves, SanitizeBoundingBoxes
 from h5feed.augment.plan import Kernel
+from h5feed.augment.policies import AugMix, AutoAugment, RandAugment, TrivialAugmentWide
 from h5feed.augment.tone import (
     RandomAdjustSharpness,
     RandomAutocontrast,
@@ -44,6 +46,8 @@ from h5feed.augment.warp import RandomAffine, RandomPerspective, RandomRotation
 
 __all__ = [
     "AlternatingFlip",
+    "AugMix",
+    "AutoAugment",
     "CenterCrop",
     "ColorJitter",
     "CutMix",
@@ -59,9 +63,12 @@ __all__ = [
     "Op",
     "Params",
     "Pipeline",
+    "RandAugment",
     "RandomAdjustSharpness",
     "RandomAffine",
+    "RandomApply",
     "RandomAutocontrast",
+    "RandomChoice",
     "RandomCrop",
     "RandomEqualize",
     "RandomErasing",
@@ -77,5 +84,6 @@ __all__ = [
     "Resize",
     "SanitizeBoundingBoxes",
     "ToDtype",
+    "TrivialAugmentWide",
     "from_torchvision",
 ]

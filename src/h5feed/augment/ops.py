@@ -166,8 +166,8 @@ class ImageOp(Op):
         """Return the step for a chunk of masks (h, w); None where masks stay as they are."""
         return None
 
-    def moves(self, rows: Rows, size: Floats) -> Moves | None:
-        """Return where boxes and keypoints go; None where they stay as they are.
+    def moves(self, rows: Rows, size: Floats) -> Moves | Sequence[Moves] | None:
+        """Return where boxes and keypoints go, step by step; None where they stay as they are.
 
         rows: (M, columns), size: (M, 2) width and height of the images, one row per box.
         """
@@ -265,7 +265,9 @@ def check_size(op: object, argument: str, size: Any) -> tuple[int, int]:
 
 
 def check_fill(op: object, fill: Any) -> tuple[float, ...]:
-    """Return a color of one or three numbers within 0..255."""
+    """Return a color of one or three numbers within 0..255; None is black, as in torchvision."""
+    if fill is None:
+        return (0.0,)
     items = [fill] if is_number(fill) else list(fill) if isinstance(fill, Sequence) else []
     if len(items) not in (1, 3) or not all(is_number(i) and 0 <= i <= 255 for i in items):
         raise refuse(op, "fill", fill, "must be one number or three, within 0..255")

@@ -155,7 +155,7 @@ class Pipeline:
             stage.antialias is True
             or (stage.antialias == "auto" and (k > 0 or _shrinks(largest, made)))
             for plan, made in zip(self.plans, self.out_shapes, strict=True)
-            for k, stage in enumerate(plan.all_stages)
+            for k, stage in enumerate(plan.leaves())
             if isinstance(stage, CropStage)
         )
 

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Moves",
     "SanitizeBoundingBoxes",
+    "chosen_moves",
     "crop_moves",
     "moved_boxes",
     "moved_keypoints",
+    "stage_moves",
     "warp_moves",
 ]
 
@@ -105,9 +107,7 @@ def crop_moves(rows: Ints) -> Moves:
 
 def warp_moves(rows: Rows, size: Floats) -> Moves:
     """Return what warps do: rows (M, 6) or (M, 9), see warp.WarpOp, of images `size` (M, 2)."""
-    maps = np.zeros((len(rows), 3, 3))
-    maps[:, 2, 2] = 1
-    maps.reshape(-1, 9)[:, : rows.shape[1]] = rows
+    maps = _homogeneous(rows.reshape(len(rows), -1, 3))
     corner = np.eye(3)
     corner[:2, 2] = 0.5  # from pixel centres to positions measured from the corner
     matrix = corner @ np.linalg.inv(maps) @ np.linalg.inv(corner)
@@ -117,15 +117,55 @@ def warp_moves(rows: Rows, size: Floats) -> Moves:
     return Moves(matrix=matrix, low=nothing, high=size, size=size, mirrored=mirrored)
 
 
-def _moves(stages: Sequence[Stage], rows: Sequence[Rows], item: Ints, sizes: Ints) -> list[Moves]:
-    """Return what each step does to the images `item` (M,); sizes: (B, 2) as stored."""
-    found, size = [], sizes[item][:, ::-1].astype(np.float64)
+def stage_moves(stages: Sequence[Stage], rows: Sequence[Rows], size: Floats) -> list[Moves]:
+    """Return what each step does to M images of `size` (M, 2); rows: (M, columns) per stage."""
+    found: list[Moves] = []
     for stage, part in zip(stages, rows, strict=True):
-        move = stage.moves(part[item], size)
-        if move is not None:
+        moves = stage.moves(part, size) or []
+        for move in [moves] if isinstance(moves, Moves) else moves:
             found.append(move)
             size = move.size
     return found
+
+
+def chosen_moves(lists: Sequence[Sequence[Moves]], chosen: Ints, size: Floats) -> list[Moves]:
+    """Return what happens to M images of which each has one of `lists`, `chosen` (M,) says which.
+
+    A list that has no more steps leaves its images as they are.
+    """
+    sizes, every = [size] * len(lists), np.arange(len(chosen))
+    made = []
+    for step in range(max(map(len, lists))):
+        moves = [
+            moves[step] if step < len(moves) else _still(size)
+            for moves, size in zip(lists, sizes, strict=True)
+        ]
+        sizes = [move.size for move in moves]
+        picked = {
+            name: np.stack([getattr(move, name) for move in moves])[chosen, every]
+            for name in ("low", "high", "size", "mirrored")
+        }
+        maps = np.stack([_homogeneous(move.matrix) for move in moves])[chosen, every]
+        made.append(Moves(matrix=maps, **picked))
+    return made
+
+
+def _homogeneous(matrix: Floats) -> Floats:
+    maps = np.zeros((len(matrix), 3, 3))
+    maps[:, 2, 2] = 1
+    maps[:, : matrix.shape[1]] = matrix
+    return maps
+
+
+def _still(size: Floats) -> Moves:
+    maps, nothing = np.tile(np.eye(3), (len(size), 1, 1)), np.zeros_like(size)
+    return Moves(matrix=maps, low=nothing, high=size, size=size, mirrored=nothing[:, 0] > 0)
+
+
+def _moves(stages: Sequence[Stage], rows: Sequence[Rows], item: Ints, sizes: Ints) -> list[Moves]:
+    """Return what each step does to the images `item` (M,); sizes: (B, 2) as stored."""
+    parts = [part[item] for part in rows]
+    return stage_moves(stages, parts, sizes[item][:, ::-1].astype(np.float64))
 
 
 def moved_boxes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -34,13 +34,21 @@ from h5feed.augment.frame import (
 from h5feed.augment.geometry import AxisOp
 from h5feed.augment.mixing import MixOp, mix_images
 from h5feed.augment.ops import CpuStep, Draws, ImageOp, Op, Rows
-from h5feed.augment.places import Moves, SanitizeBoundingBoxes, crop_moves
+from h5feed.augment.places import (
+    Moves,
+    SanitizeBoundingBoxes,
+    chosen_moves,
+    crop_moves,
+    stage_moves,
+)
 from h5feed.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CropStage", "Kernel", "Plan", "Stage", "run_batch", "stream"]
+    from h5feed.augment.choice import ChoiceOp
+
+__all__ = ["ChoiceStage", "CropStage", "Kernel", "Plan", "Stage", "run_batch", "stream"]
 
 _TOGETHER = 16  # small images converted to floats by one call; their bytes stay in the L1 cache
 
@@ -182,7 +190,119 @@ class CropStage:
         return made.round()
 
 
-Stage = CropStage | OpStage
+class ChoiceStage:
+    """Of each image one of several lists of stages; see choice.ChoiceOp.
+
+    A row: the number of its list, then the rows of all lists, drawn as if each were chosen.
+    """
+
+    def __init__(self, op: ChoiceOp, position: int, lists: Sequence[Sequence[Stage]]) -> None:
+        self.op, self._position, self.lists = op, position, lists
+        self.columns: int = 1 + sum(stage.columns for stages in lists for stage in stages)
+        self.resamples: bool = any(stage.resamples for stages in lists for stage in stages)
+
+    def size_after(self, size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Return the (height, width) that all lists give; None where they differ."""
+        sizes = set()
+        for stages in self.lists:
+            made = size
+            for stage in stages:
+                made = stage.size_after(made)
+            sizes.add(made)
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def draw(self, draws: Draws, view: int, shapes: Shapes) -> tuple[Rows, Shapes]:
+        """Return rows (B, columns), and what images become."""
+        chosen = self.op.choose(draws.uniform(stream(self._position, view), 1)[:, 0])
+        rows, after = [chosen[:, None].astype(np.float64)], []
+        for stages in self.lists:
+            made = shapes
+            for stage in stages:
+                part, made = stage.draw(draws, view, made)
+                rows.append(part)
+            after.append(made)
+        every = np.arange(len(chosen))
+
+        def pick(name: str) -> Ints:
+            return np.stack([getattr(one, name) for one in after])[chosen, every]
+
+        became = Shapes(actual=pick("actual"), boxes=pick("boxes"), true=pick("true"))
+        return np.concatenate(rows, axis=1), became
+
+    def _parts(self, rows: Any) -> Iterator[list[tuple[Stage, Any]]]:
+        """Give of each list its stages and their rows."""
+        begin = 1
+        for stages in self.lists:
+            parts = []
+            for stage in stages:
+                part = rows[:, begin : begin + stage.columns]
+                if isinstance(stage, CropStage) and isinstance(part, np.ndarray):
+                    part = part.astype(np.int32)
+                parts.append((stage, part))
+                begin += stage.columns
+            yield parts
+
+    def cpu(self, rows: Rows) -> CpuStep:
+        """Return the step that changes image i of the chunk as its list does."""
+        lists = []
+        for parts in self._parts(rows):
+            resampling = [k for k, (stage, _) in enumerate(parts) if stage.resamples]
+            steps = [stage.cpu(part) for stage, part in parts]
+            lists.append((steps, resampling[-1] if resampling else -1))
+        return _one_of(rows, lists)
+
+    def mask(self, rows: Rows) -> CpuStep | None:
+        """Return the step that moves mask i of the chunk as its list does."""
+        lists = []
+        for parts in self._parts(rows):
+            made = [stage.mask(part) for stage, part in parts]
+            steps = [step for step in made if step is not None]
+            lists.append((steps, len(steps) - 1))
+        return _one_of(rows, lists) if any(steps for steps, _ in lists) else None
+
+    def moves(self, rows: Rows, size: Floats) -> list[Moves]:
+        """Return where boxes and keypoints go, step by step."""
+        lists = zip(self.lists, self._parts(rows), strict=True)
+        made = [stage_moves(stages, [part for _, part in parts], size) for stages, parts in lists]
+        return chosen_moves(made, rows[:, 0].astype(np.int64), size)
+
+    def device(
+        self, rows: torch.Tensor, images: torch.Tensor, size: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return the images (B, C, *size), each as its list made it."""
+        import torch
+
+        chosen, images = rows[:, 0, None, None, None], images.float()
+        result = images
+        for number, parts in enumerate(self._parts(rows)):
+            made = images
+            for stage, part in parts:
+                shape = stage.size_after((made.shape[2], made.shape[3]))
+                assert shape is not None
+                made = stage.device(part, made, shape)
+            made = made.float()
+            result = made if number == 0 else torch.where(chosen == number, made, result)
+        return result
+
+
+def _one_of(rows: Rows, lists: Sequence[tuple[list[CpuStep], int]]) -> CpuStep:
+    """Return the step that takes of each image its list's steps; one of them may write `out`."""
+    chosen = rows[:, 0].astype(np.int64).tolist()
+
+    def step(i: int, src: Image, out: Image | None) -> Image:
+        steps, direct = lists[chosen[i]]
+        image = src
+        for k, one in enumerate(steps):
+            image = one(i, image, out if k == direct else None)
+        if out is not None and image is not out:
+            out[...] = image
+            return out
+        return image
+
+    return step
+
+
+Stage = CropStage | OpStage | ChoiceStage
 
 
 class Plan:
@@ -191,16 +311,18 @@ class Plan:
     Ops add themselves (Op.join) by `add`, `fold`, or by setting `channels`, `floats` or `mix`.
     """
 
-    def __init__(self, ops: Sequence[Op], antialias: Antialias) -> None:
+    def __init__(
+        self, ops: Sequence[Op], antialias: Antialias, *, begin: int = 0, channels: int = 3
+    ) -> None:
         self._antialias: Antialias = antialias
         self.first = CropStage(antialias)  # always there, for it takes the stored images
         self.stages: list[Stage] = [self.first]
         self.floats: FloatStage | None = None
         self.after: list[Stage] = []
         self.mix: tuple[int, MixOp] | None = None
-        self.channels = 3
+        self.channels = channels
         self.sanitize = SanitizeBoundingBoxes()
-        for position, op in enumerate(ops):
+        for position, op in enumerate(ops, begin):
             if not isinstance(op, Op):
                 raise UsageError(f"augment holds {op!r}, which is not an op of h5feed.augment")
             if self.mix is not None:
@@ -219,6 +341,16 @@ class Plan:
         """Stages on bytes, then those on floats."""
         return self.stages + self.after
 
+    def leaves(self) -> Iterator[CropStage | OpStage]:
+        """Give all stages, those of choices too."""
+        waiting = self.all_stages[::-1]
+        while waiting:
+            stage = waiting.pop()
+            if isinstance(stage, ChoiceStage):
+                waiting += [one for stages in stage.lists for one in stages][::-1]
+            else:
+                yield stage
+
     def add(self, op: ImageOp, position: int) -> None:
         """Append a step of its own."""
         if self.floats is not None and op.takes_floats:
@@ -226,6 +358,16 @@ class Plan:
         else:
             self.check_takes(op)
             self.stages.append(OpStage(op, position))
+
+    def choose(self, op: ChoiceOp, position: int) -> None:
+        """Append a choice among lists of ops."""
+        self.check_takes(op)
+        lists = []
+        for number, ops in enumerate(op.lists):
+            begin = (position + 1) << 48 | number << 32  # seeds of their own, see `stream`
+            plan = Plan(ops, self._antialias, begin=begin, channels=self.channels)
+            lists.append(plan.stages if plan.first.ops else plan.stages[1:])
+        self.stages.append(ChoiceStage(op, position, lists))
 
     def fold(self, op: AxisOp, position: int) -> None:
         """Append a crop, resize or flip to the last step where that takes it, or a new one."""
@@ -245,7 +387,7 @@ class Plan:
 
     def check_moves(self, what: str) -> None:
         """Raise UsageError for an op that moves masks, and says nothing of boxes and keypoints."""
-        for stage in self.stages:
+        for stage in self.leaves():
             if isinstance(stage, OpStage):
                 kind = type(stage.op)
                 if kind.mask is not ImageOp.mask and kind.moves is ImageOp.moves:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from h5feed.augment.choice import RandomApply, RandomChoice
 from h5feed.augment.color import ColorJitter, GaussianBlur, Grayscale, RandomGrayscale
 from h5feed.augment.erasing import RandomErasing
 from h5feed.augment.floats import Normalize, ToDtype
@@ -21,6 +22,7 @@ from h5feed.augment.geometry import (
 )
 from h5feed.augment.mixing import CutMix, MixUp, MixUpOrCutMix
 from h5feed.augment.ops import Op
+from h5feed.augment.policies import AugMix, AutoAugment, RandAugment, TrivialAugmentWide
 from h5feed.augment.tone import (
     RandomAdjustSharpness,
     RandomAutocontrast,
@@ -83,7 +85,7 @@ def _ops(transforms: Iterable[Any]) -> Iterator[Any]:
             yield from _ops(transform.transforms)
         elif library in (*_LIBRARIES, "torch") and name in _NOTHING:
             continue
-        elif library in _LIBRARIES and name in _MADE:
+        elif library in _LIBRARIES and name in _MADE and (library, name) not in _OTHERS:
             yield from _MADE[name](transform)
         elif library in _LIBRARIES:
             raise UsageError(
@@ -147,14 +149,19 @@ def _fills(transform: Any) -> dict[str, Any]:
     return {"fill": _listed(0 if color is None else color), "mask_fill": mask or 0}
 
 
+def _apply(t: Any) -> Iterator[Op]:
+    ops = tuple(_joined(_ops(t.transforms)))
+    if ops:
+        yield RandomApply(ops, t.p)
+
+
 def _choice(t: Any) -> Iterator[Op]:
-    """RandomChoice of one MixUp and one CutMix, as torchvision's training scripts have it."""
+    """RandomChoice, also of one MixUp and one CutMix, as torchvision's training scripts have it."""
     by_name = {type(one).__name__: one for one in t.transforms}
     if sorted(by_name) != ["CutMix", "MixUp"] or len(t.transforms) != 2:
-        raise UsageError(
-            "augment: torchvision's RandomChoice has a counterpart in h5feed.augment only of one "
-            f"MixUp and one CutMix; {_WAY_OUT}"
-        )
+        lists = [tuple(_joined(_ops([one]))) for one in t.transforms]
+        yield RandomChoice(lists, None if t.p is None else tuple(t.p))
+        return
     mix, cut = by_name["MixUp"], by_name["CutMix"]
     probable = {type(one).__name__: p for one, p in zip(t.transforms, t.p, strict=True)}
     yield MixUpOrCutMix(
@@ -218,6 +225,31 @@ def _random_resized_crop(t: Any) -> Iterator[Op]:
         ratio=_listed(t.ratio),
         interpolation=interpolation,
         antialias=getattr(t, "antialias", True) is not False,
+    )
+
+
+def _auto_augment(t: Any) -> Iterator[Op]:
+    yield AutoAugment(t.policy, interpolation=t.interpolation, **_fills(t))
+
+
+def _rand_augment(t: Any) -> Iterator[Op]:
+    arguments = (t.num_ops, t.magnitude, t.num_magnitude_bins)
+    yield RandAugment(*arguments, interpolation=t.interpolation, **_fills(t))
+
+
+def _trivial_augment(t: Any) -> Iterator[Op]:
+    yield TrivialAugmentWide(t.num_magnitude_bins, interpolation=t.interpolation, **_fills(t))
+
+
+def _aug_mix(t: Any) -> Iterator[Op]:
+    yield AugMix(
+        t.severity,
+        t.mixture_width,
+        t.chain_depth,
+        t.alpha,
+        t.all_ops,
+        interpolation=t.interpolation,
+        fill=_fills(t)["fill"],
     )
 
 
@@ -307,6 +339,9 @@ _NOTHING = (
 )
 """What changes the kind of an image and nothing else: H5Loader makes tensors anyway."""
 
+_OTHERS = {("timm", name) for name in ("AutoAugment", "RandAugment")}
+"""What is another thing than its namesake in torchvision."""
+
 _MADE: dict[str, Callable[[Any], Iterator[Any]]] = {
     "Resize": _resize,
     "CenterCrop": lambda t: iter([CenterCrop(_listed(t.size))]),
@@ -319,6 +354,11 @@ _MADE: dict[str, Callable[[Any], Iterator[Any]]] = {
     "RandomAffine": _affine,
     "RandomRotation": _rotation,
     "RandomPerspective": _perspective,
+    "AutoAugment": _auto_augment,
+    "RandAugment": _rand_augment,
+    "TrivialAugmentWide": _trivial_augment,
+    "AugMix": _aug_mix,
+    "RandomApply": _apply,
     "ColorJitter": _jitter,
     "Grayscale": lambda t: iter([Grayscale(t.num_output_channels)]),
     "RandomGrayscale": lambda t: iter([RandomGrayscale(t.p)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import cv2
 import numpy as np
@@ -39,9 +39,11 @@ __all__ = [
     "WarpInterpolation",
     "WarpOp",
     "affine_maps",
+    "check_warp",
     "true_sizes",
     "warp",
     "warp_batch",
+    "warped",
 ]
 
 WarpInterpolation = Literal["nearest", "bilinear"]
@@ -65,15 +67,6 @@ class WarpOp(ImageOp):
     interpolation: WarpInterpolation
     fill: float | Sequence[float]
     mask_fill: int
-
-    def check_warp(self) -> None:
-        """Check what every warp has."""
-        plain(self, interpolation=self.interpolation)
-        check_fill(self, self.fill)
-        check_mask_fill(self, self.mask_fill)
-        if self.interpolation not in _FLAGS:
-            wrong = 'must be "nearest" or "bilinear"'
-            raise refuse(self, "interpolation", self.interpolation, wrong)
 
     def cpu(self, rows: Rows) -> CpuStep:
         """Return the step that warps image i of the chunk."""
@@ -125,7 +118,7 @@ class RandomAffine(WarpOp):
 
     def __post_init__(self) -> None:
         _ = self.ranges
-        self.check_warp()
+        check_warp(self)
         _check_center(self, self.center)
 
     @property
@@ -165,7 +158,7 @@ class RandomAffine(WarpOp):
         shift = np.rint(drawn[:, 1:3] * true[:, ::-1])
         center = _centers(self.center, true)
         rows = affine_maps(shapes, drawn[:, 0], shift, drawn[:, 3], drawn[:, 4:], center)
-        return rows, _warped(shapes, true)
+        return rows, warped(shapes, true)
 
 
 @dataclass(frozen=True)
@@ -195,7 +188,7 @@ class RandomRotation(WarpOp):
 
     def __post_init__(self) -> None:
         _ = self.range
-        self.check_warp()
+        check_warp(self)
         _check_center(self, self.center)
         if self.expand:
             wrong = "makes images of several sizes, which fit no batch: leave it out"
@@ -213,7 +206,7 @@ class RandomRotation(WarpOp):
         clockwise = -(low + (high - low) * u[:, 0])
         center = _centers(self.center, true)
         rows = affine_maps(shapes, clockwise, nothing, np.ones(len(u)), nothing, center)
-        return rows, _warped(shapes, true)
+        return rows, warped(shapes, true)
 
 
 @dataclass(frozen=True)
@@ -241,7 +234,7 @@ class RandomPerspective(WarpOp):
 
     def __post_init__(self) -> None:
         check_probability(self, self.p)
-        self.check_warp()
+        check_warp(self)
         scale = self.distortion_scale
         if not is_number(scale) or not 0 <= scale <= 1:
             raise refuse(self, "distortion_scale", scale, "must be a number from 0 to 1")
@@ -255,7 +248,7 @@ class RandomPerspective(WarpOp):
         maps = _in_pixels(_perspectives(moved, corners), shapes, true)
         turned = (u[:, 0] < self.p) & (np.abs(np.linalg.det(maps)) > 1e-9)  # none onto a line
         maps[~turned] = np.eye(3)
-        return maps.reshape(-1, 9), _warped(shapes, true, turned)
+        return maps.reshape(-1, 9), warped(shapes, true, turned)
 
     def corners(self, u: Floats, sizes: Ints) -> Ints:
         """Return (B, 4, 2) of x and y: where the corners of images (height, width) come to lie.
@@ -268,13 +261,23 @@ class RandomPerspective(WarpOp):
         return np.where(far, sizes[:, None, ::-1] - 1 - inwards, inwards)
 
 
+def check_warp(op: Any) -> None:
+    """Check what every op that warps has."""
+    plain(op, interpolation=op.interpolation)
+    check_fill(op, op.fill)
+    check_mask_fill(op, getattr(op, "mask_fill", 0))
+    if op.interpolation not in _FLAGS:
+        wrong = 'must be "nearest" or "bilinear"'
+        raise refuse(op, "interpolation", op.interpolation, wrong)
+
+
 def true_sizes(shapes: Shapes) -> Ints:
     """Return (B, 2): heights and widths in which maps are drawn; a letterbox is not squeezed."""
     boxed = (shapes.boxes[:, 2:] != shapes.actual).any(axis=1, keepdims=True)
     return np.where(boxed, shapes.actual, shapes.true)
 
 
-def _warped(shapes: Shapes, true: Ints, which: NDArray[np.bool_] | None = None) -> Shapes:
+def warped(shapes: Shapes, true: Ints, which: NDArray[np.bool_] | None = None) -> Shapes:
     """Return what images have become, or those of them marked."""
     whole = Shapes.whole(shapes.actual).boxes
     if which is None:

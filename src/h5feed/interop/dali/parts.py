@@ -18,7 +18,7 @@ from h5feed.augment import Normalize, Op, RandomErasing, ToDtype
 from h5feed.augment.floats import FloatStage
 from h5feed.augment.geometry import AxisOp
 from h5feed.augment.ops import Rows
-from h5feed.augment.plan import CropStage, OpStage, Plan, Stage
+from h5feed.augment.plan import ChoiceStage, CropStage, OpStage, Plan, Stage
 from h5feed.errors import UsageError
 from h5feed.optional import require
 
@@ -316,6 +316,8 @@ def make_steps(ops: Sequence[Op], plan: Plan) -> tuple[Step, ...]:
 
 def _parts(stage: Stage, number: int) -> list[Part]:
     """Return what stage `number` comes to; the first box has been cut by who read the image."""
+    if isinstance(stage, ChoiceStage):
+        return []  # none gets here: make_steps refuses its op
     if isinstance(stage, OpStage):
         return [made(stage.op) for kind, made in _PARTS.items() if isinstance(stage.op, kind)]
     crop: list[Part] = [Crop(stage)] if stage.ops else []
