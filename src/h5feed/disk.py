@@ -2,7 +2,9 @@
 
 import errno
 import os
+import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import BinaryIO
 
 __all__ = [
     "create_file",
+    "link_or_copy",
     "naming",
     "open_file",
     "rename_file",
@@ -20,6 +23,10 @@ __all__ = [
 
 # Whoever may write into the folder could have left a link or a named pipe under our name.
 _OWN_FILE = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+_FICLONE = 0x40049409  # Linux' ioctl: share the blocks of another file
+_COPY_BYTES = 8 << 20
 
 
 @contextmanager
@@ -59,6 +66,40 @@ def rename_file(path: Path, target: Path) -> None:
         handle = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def link_or_copy(path: Path, target: Path) -> None:
+    """Make `target`, which must not exist, hold what `path` does, at once where that can be.
+
+    As blocks that both share until one is written to (btrfs, XFS), as a second name of the same
+    file, or as a copy that is brought to the disk. Raises OSError.
+    """
+    target.unlink(missing_ok=True)
+    if _share_blocks(path, target):
+        return
+    target.unlink(missing_ok=True)
+    with suppress(OSError):  # another disk, or a file system without second names
+        return os.link(path, target)
+    with path.open("rb") as source, os.fdopen(create_file(target), "wb") as copy:
+        shutil.copyfileobj(source, copy, _COPY_BYTES)
+        copy.flush()
+        sync_file(copy.fileno(), target)
+
+
+def _share_blocks(path: Path, target: Path) -> bool:
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    with path.open("rb") as source:
+        handle = create_file(target)
+        try:
+            fcntl.ioctl(handle, _FICLONE, source.fileno())
+            return True
+        except OSError:  # most file systems cannot
+            return False
         finally:
             os.close(handle)
 

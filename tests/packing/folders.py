@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from h5feed.packing import PackSummary, pack
 from h5feed.packing.items import ImageSource
 from h5feed.packing.sources import open_source
 
@@ -74,6 +75,17 @@ def sha256(path: Path) -> str:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def pack_set(folder: Path, out: Path, **options) -> PackSummary:
+    """Pack a set of five shards of 32x32 pixels, unless `options` say otherwise."""
+    given = {"size": 32, "num_workers": 0, "shards": 5}
+    return pack(folder, out, **(given | options))
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    """Return what tells each file of a folder from any other."""
+    return {name: sha256(folder / name) for name in names(folder)}
 
 
 def keys(path: Path) -> list[str]:

@@ -5,17 +5,23 @@ import json
 import os
 import shutil
 
-import h5py
 import numpy as np
 import pytest
 
 from h5feed.errors import PackError, UsageError
 from h5feed.packing import pack, shards, workers
-from h5feed.packing.merge import merge_set
-from h5feed.packing.shard_plan import find_part, look_into
+from h5feed.packing.shard_plan import find_part
 from h5feed.store import check_file, open_index, read_index
 from h5feed.store.read import FileReader
-from packing.folders import keys, make_folder, make_image, make_masks, names, sha256
+from packing.folders import (
+    bytes_of,
+    keys,
+    make_folder,
+    make_image,
+    make_masks,
+    names,
+    pack_set,
+)
 
 SIZE = 32
 
@@ -23,15 +29,6 @@ SIZE = 32
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "set"
-
-
-def pack_set(folder, out, **options):
-    given = {"size": SIZE, "num_workers": 0, "shards": 5}
-    return pack(folder, out, **(given | options))
-
-
-def bytes_of(folder):
-    return {name: sha256(folder / name) for name in names(folder)}
 
 
 def test_shards_are_whole_files_that_together_hold_what_one_file_would(folder, out, tmp_path):
@@ -291,67 +288,6 @@ def test_a_part_that_cannot_be_found(monkeypatch):
     uneven |= {"SLURM_ARRAY_TASK_MAX": "7", "SLURM_ARRAY_TASK_COUNT": "3"}
     with pytest.raises(UsageError, match="has 3 tasks from 1 to 7, which are not evenly spaced"):
         find_part("auto", uneven)
-
-
-# --- merging
-
-
-def test_a_set_is_merged_only_when_all_its_shards_are_there_and_of_it(folder, out, tmp_path):
-    pack_set(folder, out)
-    before = sha256(out / "index.h5")
-    pack_set(folder, tmp_path / "other", seed=1)
-    path = "shard-{:05}-of-00005.h5".format
-    (out / path(0)).unlink()
-    os.replace(out / path(2), tmp_path / "kept")
-    shutil.copy(out / path(1), out / path(2))
-    shutil.copy(tmp_path / "other" / path(3), out / path(3))
-    os.truncate(out / path(4), 3000)
-    with pytest.raises(PackError) as caught:
-        merge_set(out)
-    assert caught.value.sentence == (
-        f"{out} is no whole set, 4 shards of 5 are missing or wrong: pack their parts, or bring "
-        "the shards, then merge-h5 again"
-    )
-    lines = caught.value.details.splitlines()
-    assert lines[0] == f"  {path(0)}: missing"
-    assert lines[1] == f"  {path(2)}: holds shard 1 of 5 (swapped or renamed)"
-    assert lines[2] == (
-        f"  {path(3)}: of another packing than the first one (its plan, seed differs)"
-    )
-    assert lines[3].startswith(f"  {out / path(4)}: not a sound HDF5 file")
-    assert sha256(out / "index.h5") == before
-
-
-def test_a_shard_of_another_version_is_named(folder, out):
-    pack_set(folder, out)
-    with h5py.File(out / "shard-00001-of-00005.h5", "r+") as file:
-        file.attrs["format_version"] = np.int64(2)
-    with pytest.raises(PackError, match="1 shard of 5 are missing") as caught:
-        merge_set(out)
-    assert "format_version=2, and this h5feed reads 1" in caught.value.details
-
-
-def test_merging_makes_the_same_index_again(folder, out):
-    pack_set(folder, out)
-    before = sha256(out / "index.h5")
-    (out / "index.h5").write_bytes(b"older than its shards")
-    merged = merge_set(out, progress=True)
-    assert (merged.shards, merged.items, merged.generations) == (5, 24, 1)
-    assert sha256(out / "index.h5") == before
-
-
-def test_a_folder_without_shards_or_of_two_packings(folder, out, tmp_path):
-    with pytest.raises(PackError, match=r"set holds no shards: pack some with pack-h5 SRC"):
-        merge_set(out)
-    pack_set(folder, out)
-    pack_set(folder, tmp_path / "other", shards=2)
-    shutil.copy(tmp_path / "other" / "shard-00001-of-00002.h5", out)
-    with pytest.raises(PackError, match=r"two packings \(shard-00001-of-00002\.h5 and shard"):
-        merge_set(out)
-    assert look_into(out).missing is not None
-    shutil.move(out / "shard-00001-of-00002.h5", out / "shard-g002-00001-of-00002.h5")
-    with pytest.raises(PackError, match=r"were appended, and none of those before .*shard-g001"):
-        merge_set(out)
 
 
 def test_the_command_packs_sets(folder, out, capsys):

@@ -1,20 +1,29 @@
 """Shards made into a set: are all there, whole, of one packing; then the index over them."""
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from h5feed.errors import H5FormatError, PackError
-from h5feed.packing.shard_plan import SetFolder, look_into, shard_name
+import numpy as np
+
+from h5feed.disk import link_or_copy, rename_file
+from h5feed.errors import H5FormatError, PackError, UsageError
+from h5feed.packing.compact import StoredItems, joint_classes
+from h5feed.packing.options import PackOptions
+from h5feed.packing.shard_plan import SetFolder, ShardPlan, look_into, shard_name
 from h5feed.progress import Progress
-from h5feed.store.index import write_index
-from h5feed.store.layout import FileIndex
-from h5feed.store.read import read_index
+from h5feed.store.index import INDEX_NAME, write_index
+from h5feed.store.layout import FileIndex, canonical_json
+from h5feed.store.read import MappedFile, read_index
 from h5feed.text import counted
 
-__all__ = ["MergedSet", "merge_set"]
+__all__ = ["MergedSet", "compact_set", "join_sets", "merge_set"]
 
 _LISTED = 20
 
@@ -25,17 +34,19 @@ class MergedSet:
 
     out: str
     shards: int
+    """0 for one file."""
     items: int
     generations: int
-    """How many packings it is of: 1, and one more for each that was appended."""
+    """How many packings it is of: 1, and one more for each that was appended or joined."""
 
     def __str__(self) -> str:
-        later = self.generations - 1
-        appended = f", {counted(later, 'time')} appended" if later else ""
-        return (
-            f"{self.out}: {counted(self.items, 'image')} in {counted(self.shards, 'shard')}"
-            + appended
-        )
+        where = f" in {counted(self.shards, 'shard')}" if self.shards else ""
+        later = f", of {self.generations} packings" if self.generations > 1 else ""
+        return f"{self.out}: {counted(self.items, 'image')}{where}{later}"
+
+    def to_json(self) -> str:
+        """Return it as one JSON object."""
+        return json.dumps(asdict(self))
 
 
 @dataclass(slots=True)
@@ -44,15 +55,24 @@ class _Generation:
 
     number: int
     count: int
+    folder: Path
     names: dict[int, str]
     facts: dict[str, Any] | None = None
     """What its first whole shard says of the plan, less its own number."""
     items: int = 0
+    fingerprints: list[str] = field(default_factory=list)
+    first: FileIndex | None = None
+    """One of its shards."""
 
     @property
     def images(self) -> int:
         """How many positions it takes in the order of the set."""
         return self.items if self.facts is None else int(self.facts["images"])
+
+    @property
+    def paths(self) -> list[Path]:
+        """Its shards."""
+        return [self.folder / self.names[number] for number in range(self.count)]
 
 
 def merge_set(out: str | os.PathLike[str], *, progress: bool = False) -> MergedSet:
@@ -68,37 +88,212 @@ def merge_set(out: str | os.PathLike[str], *, progress: bool = False) -> MergedS
     images.set: 24 images in 4 shards
     """
     folder = Path(out)
-    found = look_into(folder)
-    if not found.shards:
-        raise PackError(f"{folder} holds no shards: pack some with pack-h5 SRC {folder} --shards N")
-    generations = _generations(found)
-    with Progress(len(found.names()), "checking", unit="shards", show=progress, brief=True) as bar:
-        wrong = []
-        for generation in generations:
-            for problem in _problems(folder, generation):
-                wrong += [problem] if problem else []
-                bar.advance()
-    if wrong:
-        shown = wrong[:_LISTED] + ([f"and {len(wrong) - _LISTED:,} more"] * (len(wrong) > _LISTED))
-        raise PackError(
-            f"{folder} is no whole set, {counted(len(wrong), 'shard')} of "
-            f"{sum(one.count for one in generations):,} are missing or wrong: pack their parts, or "
-            "bring the shards, then merge-h5 again",
-            details="\n".join(f"  {line}" for line in shown),
-        )
-    bases, base = [], 0
-    for generation in generations:
-        bases += [base] * generation.count
-        base += generation.images
-    names = [one.names[number] for one in generations for number in range(one.count)]
+    generations = _whole_generations(folder, progress)
+    names = [path.name for one in generations for path in one.paths]
     plan = {"generations": [one.facts or {"images": one.items} for one in generations]}
-    write_index(folder, names, generation=len(generations) - 1, plan=plan, bases=bases)
+    number = len(generations) - 1
+    write_index(folder, names, generation=number, plan=plan, bases=_bases(generations))
     return MergedSet(
         out=str(out),
         shards=len(names),
         items=sum(one.items for one in generations),
         generations=len(generations),
     )
+
+
+def join_sets(
+    sources: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    progress: bool = False,
+) -> MergedSet:
+    """Make one set of sets and files: their shards are linked or copied, and never encoded again.
+
+    Items come source by source. Classes are those of the first, then what each other one adds; a
+    shard whose classes have other numbers then is written anew with these, its pixels as they are.
+    Raises UsageError for what cannot be one set, PackError for a set that is not whole.
+
+    >>> from h5feed import pack
+    >>> files = [pack("images", name, size=64, num_workers=0).out for name in ("a.h5", "b.h5")]
+    >>> print(join_sets(files, "both"))
+    Traceback (most recent call last):
+    h5feed.errors.UsageError: a.h5 and b.h5 hold the same shard: leave one of them out
+    """
+    folder = Path(out)
+    found = look_into(folder)
+    if found.has_index or found.others or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"OUT {folder} exists: give a new folder")
+    if not folder.absolute().parent.is_dir():
+        raise UsageError(f"OUT {folder}: the folder {folder.parent} does not exist: make it first")
+    inputs = [_input(Path(source), progress) for source in sources]
+    generations = [one for generations in inputs for one in generations]
+    _refuse_copies(generations)
+    classes = joint_classes([one.first for one in generations if one.first is not None])
+    folder.mkdir(exist_ok=True)
+    total = sum(one.count for one in generations)
+    with Progress(total, "linking", unit="shards", show=progress, brief=True) as bar:
+        for number, one in enumerate(generations):
+            for shard, path in enumerate(one.paths):
+                _place(path, folder / shard_name(shard, one.count, number), classes)
+                bar.advance()
+    return replace(merge_set(folder, progress=progress), out=str(out))
+
+
+def compact_set(
+    sources: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    shards: int | str | None = None,
+    order: Literal["random", "source"] | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> MergedSet:
+    """Write the items of sets and files anew: into one file, or with `shards` into a new set.
+
+    The bytes of images stay as they are. `shards`, `order` and `seed` are those of `pack`. Raises
+    as `join_sets` does.
+
+    >>> from h5feed import pack
+    >>> pack("images", "few.set", shards=4, size=64, num_workers=0).shards
+    4
+    >>> print(compact_set(["few.set"], "few.h5"))
+    few.h5: 24 images
+    """
+    target = Path(out)
+    PackOptions(shards=None if shards is None else str(shards), order=order, seed=seed).check()
+    if not overwrite and os.path.lexists(target):
+        raise UsageError(f"OUT {target} exists: give another name, or --overwrite")
+    if target.is_dir():
+        raise UsageError(f"OUT {target} is a folder: give the name of a new one, or of a file")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"OUT {target}: the folder {target.parent} does not exist: make it first")
+    generations = [one for path in sources for one in _input(Path(path), progress)]
+    _refuse_copies(generations)
+    bases = _bases(generations)
+    items = StoredItems.of([path for one in generations for path in one.paths], bases)
+    provenance = items.provenance()
+    if shards is None:
+        items.write(target, items.order, provenance, None)
+        return MergedSet(out=str(out), shards=0, items=len(items), generations=1)
+    options = PackOptions(shards=str(shards), order=order, seed=seed)
+    count = options.count_for(len(items), items.mean_bytes())
+    plan = ShardPlan(
+        identity="",
+        images=len(items),
+        count=count,
+        order=order or "random",
+        seed=seed,
+    )
+    made_of = [name for one in generations for name in one.fingerprints]
+    plan = replace(plan, identity=_digest([plan.facts(), made_of, items.classes]))
+    sequence = plan.sequence()
+    target.mkdir()
+    try:
+        with Progress(len(items), "writing", show=progress) as bar:
+            for shard in range(count):
+                positions = sequence[slice(*plan.bounds(shard))]
+                said = _share(provenance, shard, len(positions))
+                said["set"] = plan.facts() | {"shard": shard}
+                stored = items.order[positions]
+                items.write(target / plan.name(shard), stored, said, positions)
+                bar.advance(len(positions))
+        return replace(merge_set(target, progress=progress), out=str(out))
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def _share(provenance: dict[str, Any], shard: int, items: int) -> dict[str, Any]:
+    """Return what one of several new shards says: the first has what was skipped."""
+    found = dict(provenance["counts"])
+    skipped = int(found["found"]) - int(found["packed"]) if shard == 0 else 0
+    counts = {"found": items + skipped, "packed": items}
+    if shard == 0:
+        return provenance | {"counts": counts | {"skipped": found["skipped"]}}
+    return provenance | {"counts": counts | {"skipped": {}}, "skipped": []}
+
+
+def _bases(generations: Sequence[_Generation]) -> list[int]:
+    """Return for each shard what stands before its generation in the order of the set."""
+    bases, base = [], 0
+    for one in generations:
+        bases += [base] * one.count
+        base += one.images
+    return bases
+
+
+def _input(path: Path, progress: bool) -> list[_Generation]:
+    """Return what is to be joined: a set's generations, or a file as the one shard of one."""
+    if path.name == INDEX_NAME:
+        path = path.parent
+    if path.is_dir():
+        return _whole_generations(path, progress)
+    index = read_index(path)
+    if "set" in index.provenance:
+        raise UsageError(f"{path} is a shard of a set: give the set's folder")
+    return [
+        _Generation(
+            number=0,
+            count=1,
+            folder=path.parent,
+            names={0: path.name},
+            items=len(index),
+            fingerprints=[index.fingerprint],
+            first=index,
+        )
+    ]
+
+
+def _refuse_copies(generations: Sequence[_Generation]) -> None:
+    seen: dict[str, Path] = {}
+    for one in generations:
+        for fingerprint, path in zip(one.fingerprints, one.paths, strict=True):
+            other = seen.setdefault(fingerprint, path)
+            if other is not path:
+                raise UsageError(f"{other} and {path} hold the same shard: leave one of them out")
+
+
+def _place(path: Path, target: Path, classes: tuple[str, ...]) -> None:
+    """Give a shard a name in another set; written anew where its classes have other numbers."""
+    index = read_index(path)
+    if index.classes != classes[: len(index.classes)] or bool(index.classes) != bool(classes):
+        items = StoredItems((MappedFile(path),), classes, np.arange(len(index)))
+        items.write(target, items.order, index.provenance, index.positions)
+        return
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(6)}.partial")
+    try:
+        link_or_copy(path, partial)
+        rename_file(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _whole_generations(folder: Path, progress: bool) -> list[_Generation]:
+    """Return the generations of a set, once every shard is found to be whole and in its place."""
+    found = look_into(folder)
+    if not found.shards:
+        raise PackError(f"{folder} holds no shards: pack some with pack-h5 SRC {folder} --shards N")
+    generations = _generations(found)
+    total = sum(one.count for one in generations)
+    wrong = []
+    with Progress(total, "checking", unit="shards", show=progress, brief=True) as bar:
+        for generation in generations:
+            for problem in _problems(generation):
+                wrong += [problem] if problem else []
+                bar.advance()
+    if wrong:
+        shown = wrong[:_LISTED] + ([f"and {len(wrong) - _LISTED:,} more"] * (len(wrong) > _LISTED))
+        raise PackError(
+            f"{folder} is no whole set, {counted(len(wrong), 'shard')} of {total:,} are missing or "
+            "wrong: pack their parts, or bring the shards, then merge-h5 again",
+            details="\n".join(f"  {line}" for line in shown),
+        )
+    return generations
 
 
 def _generations(found: SetFolder) -> list[_Generation]:
@@ -120,17 +315,17 @@ def _generations(found: SetFolder) -> list[_Generation]:
                 "one, then merge-h5 again"
             )
         ((count, names),) = counts.items()
-        made.append(_Generation(number, count, names))
+        made.append(_Generation(number, count, found.path, names))
     return made
 
 
-def _problems(folder: Path, generation: _Generation) -> Iterator[str]:
+def _problems(generation: _Generation) -> Iterator[str]:
     """Yield for each shard what is wrong with it, "" where nothing is."""
     for number in range(generation.count):
         if number not in generation.names:
             yield f"{shard_name(number, generation.count, generation.number)}: missing"
             continue
-        path = folder / generation.names[number]
+        path = generation.folder / generation.names[number]
         try:
             index = read_index(path)
         except H5FormatError as ex:
@@ -139,6 +334,8 @@ def _problems(folder: Path, generation: _Generation) -> Iterator[str]:
             yield f"{path.name}: cannot be read ({ex.strerror})"
         else:
             generation.items += len(index)
+            generation.fingerprints.append(index.fingerprint)
+            generation.first = generation.first or index
             yield _wrong_plan(index, number, generation)
 
 

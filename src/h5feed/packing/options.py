@@ -168,15 +168,18 @@ class PackOptions:
         """Return how many of `count` images may be skipped."""
         return max(10, count // 100) if self.max_skipped is None else self.max_skipped
 
-    def shard_count(self) -> int | None:
-        """Return how many shards `shards` asks for; None where it says how large they are."""
-        number, unit, _ = self._shards()
-        return None if unit else number
+    def count_for(self, images: int, image_bytes: float) -> int:
+        """Return how many shards `shards` makes of images of so many bytes.
 
-    def shard_bytes(self) -> int:
-        """Return how large `shards` says that they are to be, in bytes."""
+        Raises UsageError where there are fewer images than shards.
+        """
         number, unit, binary = self._shards()
-        return int(number * (1024 if binary else 1000) ** _UNITS[unit])
+        if unit:
+            size = float(number * (1024 if binary else 1000) ** _UNITS[unit])
+            return max(1, min(images, round(images * image_bytes / size)))
+        if number > images:
+            raise UsageError(f"shards={self.shards} of {images:,} images: give {images} or fewer")
+        return number
 
     def _shards(self) -> tuple[int, str, str]:
         found = _SHARDS.fullmatch(str(self.shards).strip())

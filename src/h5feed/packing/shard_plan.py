@@ -7,7 +7,7 @@ folder of a set is told from the names of its files alone.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +105,7 @@ def plan_shards(
 ) -> ShardPlan:
     """Return the plan of a set; UsageError where there are fewer images than shards."""
     images = len(source)
-    count = options.shard_count()
-    if count is None:
-        total = images * expected_bytes(source, specs, options)
-        count = max(1, min(images, round(total / options.shard_bytes())))
-    if count > images:
-        raise UsageError(f"shards={options.shards} of {images:,} images: give {images} or fewer")
+    count = options.count_for(images, expected_bytes(source, specs, options))
     plan = ShardPlan(
         identity="",
         images=images,
@@ -122,14 +117,7 @@ def plan_shards(
     digest = source.listing()
     made = [[spec.name, spec.attributes()] for spec in specs]
     digest.update(canonical_json([plan.facts(), made, options.content(), versions()]).encode())
-    return ShardPlan(
-        identity=digest.hexdigest(),
-        images=images,
-        count=count,
-        order=plan.order,
-        seed=plan.seed,
-        generation=generation,
-    )
+    return replace(plan, identity=digest.hexdigest())
 
 
 def expected_bytes(source: ImageSource, specs: Sequence[FieldSpec], options: PackOptions) -> float:
