@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -178,28 +179,52 @@ def test_a_batch_outlives_its_loader(ds):
 
 def test_auto_takes_processes_where_threads_would_wait_for_each_other(tmp_path, ds):
     jpeg = H5Dataset(write_kind(tmp_path / "j.h5", "jpeg"))
-    mixing = (*CROP, augment.MixUp())
+    crop = (augment.RandomResizedCrop(224),)
+    mixing = (*crop, augment.MixUp())
 
     class Local(Invert):
         pass
 
-    for given, options, engine, reason in [
-        (ds, {"num_workers": 4}, "thread", "so few as 4 seldom wait for Python's lock"),
-        (ds, {"num_workers": 5}, "process", "5 threads that augment would wait for Python's lock"),
-        (jpeg, {"num_workers": 8, "augment": ()}, "process", "8 threads that decode would wait"),
-        (ds, {"num_workers": 8, "augment": ()}, "thread", "copying holds no lock"),
-        (ds, {"num_workers": 8, "augment": mixing}, "thread", "whole batches are mixed in this"),
+    for given, workers, options, engine, reason in [
+        (ds, 1, {}, "thread", "so few as 1 seldom wait for Python's lock"),
+        (jpeg, 2, {"augment": (*crop, Invert())}, "thread", "so few as 2 seldom wait"),
+        (ds, 5, {}, "thread", r"lock 31% of the time \(4 of 64 µs .*\), so that they seldom wait"),
         (
             ds,
-            {"num_workers": 8, "augment": [*CROP, Local()]},
-            "thread",
-            "worker processes cannot import",
+            6,
+            {},
+            "process",
+            r"6 threads would hold .* lock 37% of the time \(4 of 64 µs an image",
         ),
-        (ds, {"num_workers": 8, "engine": "thread"}, "thread", "as asked"),
+        (jpeg, 3, {}, "process", r"3 threads would hold Python's lock \d+% of the time \(18 of"),
+        (jpeg, 8, {"augment": mixing}, "process", r"lock 100% of the time"),
+        (ds, 3, {"augment": (*crop, Invert())}, "process", r"Invert\(\) may hold Python's lock as"),
+        (ds, 8, {"batch_size": 16}, "thread", "a batch takes 1.0 ms, and handing it to processes"),
+        (ds, 64, {"augment": ()}, "thread", "copying holds no lock"),
+        (ds, 8, {"augment": mixing}, "thread", "whole batches are mixed in this process"),
+        (ds, 8, {"augment": [*crop, Local()]}, "thread", "worker processes cannot import .*Local"),
+        (ds, 8, {"engine": "thread"}, "thread", "as asked"),
+        (ds, 1, {"engine": "process"}, "process", "as asked"),
     ]:
-        stats = open_loader(given, **{"engine": "auto", **options}).stats()
-        assert stats["engine"] == engine
-        assert reason in stats["engine_reason"]
+        given_options = {"batch_size": 256, "augment": crop, "engine": "auto", **options}
+        stats = open_loader(given, num_workers=workers, **given_options).stats()
+        assert (stats["engine"], workers) == (engine, workers)
+        assert re.search(reason, stats["engine_reason"])
+
+
+def test_a_process_has_two_threads_where_these_seldom_wait_for_each_other(ds):
+    large = {"batch_size": 20, "augment": (augment.RandomResizedCrop(224),)}
+    with open_loader(ds, num_workers=5, **large) as loader:
+        list(loader)
+        server = psutil.Process(loader._engine.processes[0])
+        assert wait_until(lambda: sorted(p.num_threads() for p in server.children()) == [1, 2, 2])
+    assert_same(
+        load(ds, augment=large["augment"]), load(ds, engine="thread", augment=large["augment"])
+    )
+    own = {"augment": (*large["augment"], Invert())}
+    with open_loader(ds, num_workers=3, **large | own) as loader:
+        list(loader)
+        assert len(workers(loader)[0]) == 3, "nobody knows how long an op of one's own takes"
 
 
 def test_ops_may_change_between_passes(ds):

@@ -334,13 +334,14 @@ class LoaderCollate:
 class _Planned:
     """One batch in the place of a ReadAhead, and the calling thread in that of an engine."""
 
-    workers = least = 1
-
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
     def samples(self, step: int) -> Samples:
         return self._samples
+
+    def chunk(self, count: int, prefetch: int) -> int:
+        return count
 
     def fill(self, task: BatchTask, chunks: Sequence[range]) -> None:
         for rows in chunks:

@@ -41,7 +41,6 @@ __all__ = [
 Rows = NDArray[np.int64]
 
 _MANY = 2  # times the slots that a loop needs which lets go of its batches
-_CHUNKS = 2  # per worker and batch: enough to share the work evenly, few enough to cost nothing
 
 
 @dataclass(slots=True)
@@ -99,7 +98,7 @@ class EpochIterator(Iterator[Any]):
     It has no __del__: Python drops what is raised there, and a Ctrl-C would be lost.
     """
 
-    def __init__(self, epoch: Epoch, cursor: Cursor, counts: Counts, *, prefetch: int) -> None:
+    def __init__(self, epoch: Epoch, cursor: Cursor, counts: Counts) -> None:
         self._epoch = epoch
         self._steps = epoch.ahead.steps
         self._cursor = cursor
@@ -109,7 +108,7 @@ class EpochIterator(Iterator[Any]):
         self._lock = threading.Lock()
         self._pid = os.getpid()
         epoch.iterator = weakref.ref(self)
-        for _ in range(prefetch):
+        for _ in range(epoch.prefetch):
             self._request()
 
     def __next__(self) -> Any:
@@ -198,10 +197,12 @@ def _tensors(batch: Any) -> list[Tensor]:
 class Engine(Protocol):
     """What the loader's workers are, and how they get their work."""
 
-    workers: int
-    """How many there are."""
-    least: int
-    """Rows that are worth being handed to one."""
+    def chunk(self, count: int, prefetch: int) -> int:
+        """Return how many of a batch's `count` rows a worker best gets at once.
+
+        prefetch: batches in the making at once.
+        """
+        ...
 
     def submit(self, job: Job) -> None:
         """Have a job run in a thread; jobs must not raise."""
@@ -223,6 +224,8 @@ class Epoch:
     builder: BatchBuilder
     ahead: ReadAhead
     engine: Engine
+    prefetch: int = 1
+    """Batches in the making at once."""
     ended: bool = False
     failed: bool = False
     """Whether a batch tells that no further one can be made; those planned later need not."""
@@ -292,10 +295,8 @@ class BatchTask:
         self.indices, self.params, self.announced = self._epoch.ahead.samples(self.step)
         self.slots = self._epoch.builder.take_slots()
         count = len(self.indices)
-        engine = self._epoch.engine
-        parts = _CHUNKS * engine.workers if self.slots else 1
-        fields = self._epoch.builder.fields
-        size = max([-(-count // parts), engine.least, *(field.least for field in fields)])
+        size = self._epoch.engine.chunk(count, self._epoch.prefetch) if self.slots else count
+        size = max([size, *(field.least for field in self._epoch.builder.fields)])
         return [range(a, min(a + size, count)) for a in range(0, count, size)]
 
     def fill(self, rows: range) -> None:

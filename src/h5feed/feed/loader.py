@@ -345,11 +345,12 @@ class H5Loader(PackedLoader):
             the cores this process may use, less one for the trainer where the device is not the
             CPU, and at most 16.
         engine: what the workers are. "thread": they start at once, and share Python's lock, which
-            a few cores do not feel. "process": they share nothing but the memory of batches, and
-            scale with the cores. "auto": processes where more than four workers decode or
-            augment, and nothing is against it; stats() says why. Samples, crops and states are the
-            same in both; ops of your own must be defined in a module that a worker can import.
-            What a forked child keeps of its parent's batches changes with them.
+            a few cores do not feel. "process": threads of other processes, one or two in each,
+            that share the memory of batches, and scale with the cores. "auto": processes where
+            threads would wait for the lock (from four workers on with JPEG, six with raw images)
+            and nothing is against it; stats() says why. Samples, crops and states are the same in
+            both; ops of your own must be defined in a module that a worker can import. What a
+            forked child keeps of its parent's batches changes with processes.
         prefetch: batches in the making at once.
         drop_last: leave out a last batch that would be short.
         tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
@@ -404,7 +405,7 @@ class H5Loader(PackedLoader):
         residency: Residency = "stream",
         compile: bool = False,
         num_workers: int | str = "auto",
-        engine: EngineName = "thread",
+        engine: EngineName = "auto",
         prefetch: int = 2,
         drop_last: bool = False,
         tail: Tail = "pad",
@@ -491,11 +492,12 @@ class H5Loader(PackedLoader):
         self._reasons["augment_on_reason"] = "the images are there" if resides else reason
         compiles = arguments["compile"]
         compiled = compile_ops(pipeline, on_device=on_device) if compiles else None
-        self.engine, self._reasons["engine_reason"] = choose_engine(
+        self.engine, self._threads, self._reasons["engine_reason"] = choose_engine(
             arguments["engine"],
             self.num_workers,
             self._files,
             None if on_device else pipeline,
+            batch_size=self.batch_size,
             fills=not resides or len(self._files.specs) > 1,
         )
         shared = None
@@ -534,7 +536,9 @@ class H5Loader(PackedLoader):
             on_error=builder.on_error,
         )
         # those of passes that have begun end with these
-        self._engine = ProcessPool(self.num_workers, setup.pickled(), builder.shared, WorkerPool(1))
+        self._engine = ProcessPool(
+            self.num_workers, self._threads, setup.pickled(), builder.shared, WorkerPool(1)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remake, (self._arguments, self._ops, self.seed, replace(self._cursor))
@@ -601,8 +605,10 @@ class H5Loader(PackedLoader):
         plan = BatchPlan(order, steps, self._builder.drawing, seed=self.seed, epoch=cursor.epoch)
         fields = [field.name for field in self._builder.fields]
         ahead = ReadAhead(self._files, plan, lookahead=self._lookahead, fields=fields)
-        epoch = Epoch(builder=self._builder, ahead=ahead, engine=self._engine)
-        begun = EpochIterator(epoch, cursor, self._counts, prefetch=self.prefetch)
+        epoch = Epoch(
+            builder=self._builder, ahead=ahead, engine=self._engine, prefetch=self.prefetch
+        )
+        begun = EpochIterator(epoch, cursor, self._counts)
         # no WeakSet: that would run Python, in which a Ctrl-C is lost, when a pass ends
         self._passes = [other for other in self._passes if other() is not None]
         self._passes.append(weakref.ref(begun))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import cv2
+import numpy as np
 import torch
 from torch import distributed
 
 from h5feed.augment import Op, Pipeline
+from h5feed.augment.cpu import SMALL
 from h5feed.augment.device import CompiledBatch
 from h5feed.errors import UsageError
 from h5feed.feed.device import DeviceTransfer
@@ -22,6 +24,7 @@ from h5feed.system import available_cores
 
 __all__ = [
     "AugmentOn",
+    "EngineChoice",
     "EngineName",
     "Io",
     "OnError",
@@ -55,9 +58,21 @@ EngineName = Literal["thread", "process", "auto"]
 _BLOCK_BYTES = 8 << 20
 _CV2_SPLITS = 1 << 16  # pixels of an image above which cv2 shares it among threads of its own
 _MOST_WORKERS = 16
-# Threads that scale: an image holds Python's lock for 30 µs and its kernel takes 90 (raw), so that
-# of simulated cores 4 give 3.5 times what one gives, and 8 no more.
-_THREADS = 4
+_FEW = 2  # workers that never wait long for Python's lock
+# Of the time in which threads make images, that in which one of them holds Python's lock. From here
+# on they wait for it: on simulated cores 4 threads make 6 % less than 4 processes (JPEG, 0.4), 8
+# make 38 % less (JPEG, 0.7) and 7 % less (raw, 0.5); 16 make less than 8 did.
+_BUSY = 1 / 3
+_HAND_OVER_US = 4_000  # of work in a batch, which pays for handing it to processes (0.7 ms)
+# What an image takes on one core, measured with tools/bench_loader.py and, without kernels, by
+# bench.ceilings.python_seconds: µs in which Python's lock is held, and µs a pixel without it.
+_LOCK_US = {"raw": 4.0, "yuv420": 6.0, "jpeg": 18.0, "original": 18.0}
+_LOCK_SMALL_US = 0.5  # of images that numpy takes many at a time
+_DECODE_US = {"raw": 0.0, "yuv420": 0.0002, "jpeg": 0.002, "original": 0.0045}  # a stored pixel
+_CROP_US = 0.0012  # an output pixel
+_OP_US = 0.0008  # an output pixel and further op, which also takes
+_OP_LOCK_US = 6.0
+_PROBED = 100  # items whose size is looked at
 
 
 def check_choices(*, tail: str, on_error: str, lookahead: int) -> None:
@@ -131,10 +146,25 @@ def choose_workers(num_workers: int | str, device: torch.device) -> int:
     return max(1, min(share, _MOST_WORKERS))
 
 
+class EngineChoice(NamedTuple):
+    """What a loader's workers are."""
+
+    name: Literal["thread", "process"]
+    threads: int
+    """Of each worker process."""
+    reason: str
+
+
 def choose_engine(
-    engine: str, workers: int, files: PackedFiles, pipeline: Pipeline | None, *, fills: bool
-) -> tuple[str, str]:
-    """Return "thread" or "process", and why; UsageError for what is none or cannot be here.
+    engine: str,
+    workers: int,
+    files: PackedFiles,
+    pipeline: Pipeline | None,
+    *,
+    batch_size: int,
+    fills: bool,
+) -> EngineChoice:
+    """Return what workers should be; UsageError for what is none or cannot be here.
 
     pipeline: what the workers do to images; None where they copy. fills: whether they have
     anything to do.
@@ -146,23 +176,72 @@ def choose_engine(
         raise UsageError(
             f'engine="process" needs sockets that {sys.platform} does not have: use engine="thread"'
         )
-    if engine != "auto":
-        return engine, "as asked"
+    lock_us, image_us = _estimated_us(files, pipeline)
+    each = 2 if workers > 1 and 2 * lock_us <= _BUSY * image_us else 1
+    if engine == "thread":
+        return EngineChoice("thread", each, "as asked")
+    if engine == "process":
+        return EngineChoice("process", each, "as asked")
     encoded = files.specs["images"].is_encoded
+    why_threads = None
+    held = (
+        f"{workers} threads would hold Python's lock {min(workers * lock_us / image_us, 1):.0%} of "
+        f"the time ({lock_us:.0f} of {image_us:.0f} µs an image)"
+    )
     if not fills:
-        return "thread", "the device does it all"
-    if workers <= _THREADS:
-        return "thread", f"so few as {workers} seldom wait for Python's lock"
-    if pipeline is None and not encoded:
-        return "thread", "copying holds no lock"
-    if pipeline is not None and pipeline.uses_batch:
-        return "thread", "whole batches are mixed in this process"
-    if not has_sockets:
-        return "thread", f"{sys.platform} lacks what processes need"
-    if pipeline is not None and (op := unknown_to_workers(pipeline)) is not None:
-        return "thread", f"worker processes cannot import {op!r}"
-    what = "decode" if encoded else "augment"
-    return "process", f"{workers} threads that {what} would wait for Python's lock"
+        why_threads = "the device does it all"
+    elif workers <= _FEW:
+        why_threads = f"so few as {workers} seldom wait for Python's lock"
+    elif pipeline is None and not encoded:
+        why_threads = "copying holds no lock"
+    elif workers * lock_us <= _BUSY * image_us:
+        why_threads = f"{held}, so that they seldom wait for it"
+    elif batch_size * image_us <= _HAND_OVER_US:
+        why_threads = (
+            f"a batch takes {batch_size * image_us / 1000:.1f} ms, and handing it to processes "
+            "about as long"
+        )
+    elif pipeline is not None and pipeline.uses_batch and not encoded:
+        why_threads = "whole batches are mixed in this process"
+    elif not has_sockets:
+        why_threads = f"{sys.platform} lacks what processes need"
+    elif pipeline is not None and (op := unknown_to_workers(pipeline)) is not None:
+        why_threads = f"worker processes cannot import {op!r}"
+    if why_threads is not None:
+        return EngineChoice("thread", each, why_threads)
+    if pipeline is not None and (own := _own_op(pipeline)) is not None:
+        held = (
+            f"{own!r} may hold Python's lock as long as it takes, and {workers} threads would wait"
+        )
+    return EngineChoice("process", each, held)
+
+
+def _estimated_us(files: PackedFiles, pipeline: Pipeline | None) -> tuple[float, float]:
+    """Return how long an image holds Python's lock, and how long it takes altogether, in µs."""
+    spec = files.specs["images"]
+    together = pipeline is None or (spec.is_fixed and spec.item_bytes <= SMALL)
+    if pipeline is not None:  # those that are resized are taken one by one
+        firsts = [op for plan in pipeline.plans for _, op in plan.first.ops]
+        together = together and not any(op.resizes for op in firsts)
+    probe = np.linspace(0, len(files) - 1, min(len(files), _PROBED)).astype(np.int64)
+    stored = files.stored_shapes[probe].prod(axis=1, dtype=np.int64).mean() if len(files) else 0
+    lock = _LOCK_SMALL_US if together and not spec.is_encoded else _LOCK_US[spec.encoding]
+    took = lock + _DECODE_US[spec.encoding] * float(stored)
+    if pipeline is None:
+        return lock, took
+    for view, (plan, (height, width, _)) in enumerate(
+        zip(pipeline.plans, pipeline.out_shapes, strict=True)
+    ):
+        further = len(plan.all_stages) - 1 + (plan.floats is not None)
+        held = further * _OP_LOCK_US + (_LOCK_US["raw"] if view else 0)
+        lock += held
+        took += held + (_CROP_US + further * _OP_US) * height * width
+    return (lock if _own_op(pipeline) is None else took), took
+
+
+def _own_op(pipeline: Pipeline) -> Op | None:
+    """Return an op that is not h5feed's: nobody knows how long it holds Python's lock."""
+    return next((op for op in pipeline.ops if not type(op).__module__.startswith("h5feed.")), None)
 
 
 def block_length(files: PackedFiles) -> int:

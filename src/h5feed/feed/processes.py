@@ -53,6 +53,10 @@ _ORDER: Final = struct.Struct("<qqqqq")
 _ANSWER: Final = struct.Struct("<qq")
 """Number of the batch; first row. What else there is to say is pickled."""
 _STOP: Final = 8  # bytes before a plan: int64, the row from which on nobody needs any
+_LEAST: Final = 8
+"""Rows worth an order, which costs both sides together 100 µs; of JPEG, numpy's calls as much."""
+_GOOD: Final = 64
+"""Rows above which an image costs no less: 75 µs of Python (JPEG, simulated) where 16 take 87."""
 _MOST: Final = 100_000  # bytes of an answer: a socket takes no more than some 200,000 at once
 _PATIENCE: Final = 10.0  # seconds that the processes have to end by themselves
 _TICK: Final = 1.0  # seconds after which the server looks whether the loader's process is there
@@ -134,17 +138,22 @@ class ProcessPool:
     begins anew.
     """
 
-    least = 16
-    """Rows of a batch worth an order: it costs both sides some 50 µs."""
-
     def __init__(
-        self, workers: int, setup: bytes, memory: SharedMemory, threads: WorkerPool
+        self, workers: int, each: int, setup: bytes, memory: SharedMemory, threads: WorkerPool
     ) -> None:
-        self.workers = workers
+        self._workers = workers
+        self._each = each
         self._setup = setup
         self._memory = memory
         self._threads = threads
         self._team: _Team | None = None
+
+    def chunk(self, count: int, prefetch: int) -> int:
+        """Return the rows of an order: two orders for each worker among the batches in the making.
+
+        All workers read orders from one pipe, so that a batch need not be shared out evenly.
+        """
+        return min(max(-(-count * prefetch // (2 * self._workers)), _LEAST), _GOOD)
 
     def submit(self, job: Job) -> None:
         """Have a job run in this process."""
@@ -158,7 +167,7 @@ class ProcessPool:
         if self._team is not None and (self._team.told or self._team.pid != os.getpid()):
             self._end()
         if self._team is None:
-            self._team = _Team(self.workers, self._setup, self._memory, self._threads)
+            self._team = _Team(self._workers, self._each, self._setup, self._memory, self._threads)
             self._stop = weakref.finalize(self, self._team.stop)
         self._team.fill(task, chunks)
 
@@ -190,7 +199,7 @@ class _Team:
     """The processes of one start, as this process sees them."""
 
     def __init__(
-        self, workers: int, setup: bytes, memory: SharedMemory, threads: WorkerPool
+        self, workers: int, each: int, setup: bytes, memory: SharedMemory, threads: WorkerPool
     ) -> None:
         if _importing_main:
             raise H5FeedError(
@@ -211,7 +220,7 @@ class _Team:
         self.told = False
         """Whether a batch has failed because the workers ended: then others may be started."""
         try:
-            self._start(workers, setup)
+            self._start(workers, each, setup)
         except OSError as ex:
             raise H5FeedError(
                 f"cannot start {workers} worker processes: {ex.strerror}; give fewer num_workers, "
@@ -220,14 +229,14 @@ class _Team:
         self._listener = threading.Thread(target=self._listen, name="h5feed-answers", daemon=True)
         self._listener.start()
 
-    def _start(self, workers: int, setup: bytes) -> None:
+    def _start(self, workers: int, each: int, setup: bytes) -> None:
         reading, writing = os.pipe()
         self._orders = open(writing, "wb", buffering=0)  # noqa: SIM115 - closed with the team
         with open(reading, "rb", buffering=0) as orders:
             self._answers, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with answers:
                 file = self._memory.fileno()
-                told = (workers, orders.fileno(), answers.fileno(), file, os.getpid())
+                told = (workers, each, orders.fileno(), answers.fileno(), file, os.getpid())
                 main = None
                 if b"__main__" in setup:
                     main = spawn.get_preparation_data("h5feed")
@@ -236,7 +245,7 @@ class _Team:
                 self.server = subprocess.Popen(
                     [os.fsdecode(spawn.get_executable()), "-c", _BOOT],
                     stdin=subprocess.PIPE,
-                    pass_fds=told[1:4],
+                    pass_fds=told[2:5],
                     start_new_session=True,
                     env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
                 )
@@ -360,7 +369,7 @@ def serve() -> None:
     """Start the workers and see to them until the loader or one of them is gone (a process)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loader's to handle
     try:
-        count, orders, answers, file, parent, main, setup = pickle.load(sys.stdin.buffer)
+        count, each, orders, answers, file, parent, main, setup = pickle.load(sys.stdin.buffer)
     except EOFError:
         return
     sys.stdin.close()
@@ -376,9 +385,9 @@ def serve() -> None:
     server = os.getpid()
     children: set[int] = set()
     try:
-        for _ in range(count):
+        for begun in range(0, count, each):
             if (child := os.fork()) == 0:
-                _run(work, orders, pipe, server)
+                _run(work, orders, pipe, server, threads=min(each, count - begun))
             children.add(child)
         os.close(orders)
         _look_after(children, pipe, parent)
@@ -430,12 +439,26 @@ def _look_after(children: set[int], pipe: socket.socket, parent: int) -> None:
                 return
 
 
-def _run(work: _Work, orders: int, pipe: socket.socket, server: int) -> None:
-    """Be a worker until the loader closes the pipe; never returns."""
-    code = 1
+def _run(work: _Work, orders: int, pipe: socket.socket, server: int, *, threads: int) -> None:
+    """Be so many workers until the loader closes the pipe; never returns."""
     try:
         die_with(server)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        for _ in range(threads - 1):
+            threading.Thread(
+                target=_fill_rows_until_closed, args=(work, orders, pipe), daemon=True
+            ).start()
+        _fill_rows_until_closed(work, orders, pipe)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _fill_rows_until_closed(work: _Work, orders: int, pipe: socket.socket) -> None:
+    """Be a worker; the process ends with the first of its threads."""
+    code = 1
+    try:
         _serve_orders(work, orders, pipe)
         code = 0
     except (BrokenPipeError, ConnectionError):

@@ -22,6 +22,7 @@ __all__ = [
 
 Job = Callable[[], None]
 Jobs = SimpleQueue[Job | None]
+_JOBS = 2  # per thread and batch: enough to share the work evenly, few enough to cost nothing
 
 
 class WorkerPool:
@@ -32,11 +33,8 @@ class WorkerPool:
     After a fork the child's pool starts again.
     """
 
-    least = 1
-    """Rows of a batch worth a job: a job costs 10 µs."""
-
     def __init__(self, threads: int) -> None:
-        self.workers = threads
+        self._threads = threads
         self._lock = threading.Lock()
         self._pid = -1
         self._jobs: Jobs = SimpleQueue()
@@ -47,6 +45,10 @@ class WorkerPool:
         if self._pid != os.getpid():
             self._start()
         self._jobs.put(job)
+
+    def chunk(self, count: int, prefetch: int) -> int:
+        """Return the rows of a job, which costs 10 µs: two jobs for each thread and batch."""
+        return -(-count // (_JOBS * self._threads))
 
     def fill(self, task: BatchTask, chunks: Sequence[range]) -> None:
         """Fill these rows of a batch, a job each; the last one finishes it."""
@@ -64,12 +66,12 @@ class WorkerPool:
             if self._pid == os.getpid():
                 return
             self._jobs = SimpleQueue()
-            ready = threading.Barrier(self.workers + 1)
+            ready = threading.Barrier(self._threads + 1)
             workers = [
                 threading.Thread(
                     target=_work, args=(self._jobs, ready), name=f"h5feed-{n}", daemon=True
                 )
-                for n in range(self.workers)
+                for n in range(self._threads)
             ]
             for worker in workers:
                 worker.start()
