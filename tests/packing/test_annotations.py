@@ -266,3 +266,82 @@ def test_entities_that_grow_without_end_are_refused(root):
     (folder / "a.xml").write_text(bomb)
     with pytest.raises(UsageError, match=r"a.xml: not XML"):
         open_source(root, annotations=folder)
+
+
+# --- datasets as they are published
+
+XML = (
+    "<annotation><filename>{0}.jpg</filename><object><name>{1}</name><bndbox><xmin>1</xmin>"
+    "<ymin>1</ymin><xmax>5</xmax><ymax>5</ymax></bndbox></object></annotation>"
+)
+
+
+@pytest.fixture
+def devkit(tmp_path):
+    """Pascal VOC's folders: three images with annotations, one without, and two lists."""
+    voc = tmp_path / "data" / "VOCdevkit" / "VOC2012"
+    for name in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        (voc / name).mkdir(parents=True)
+    for k, name in enumerate(("cat", "dog", "cat", "")):
+        Image.new("RGB", (8, 8), (k, 0, 0)).save(voc / "JPEGImages" / f"2012_{k}.jpg")
+        if name:
+            (voc / "Annotations" / f"2012_{k}.xml").write_text(XML.format(f"2012_{k}", name))
+    (voc / "ImageSets" / "Main" / "train.txt").write_text("2012_1\n2012_0\n\n")
+    return voc
+
+
+def test_a_voc_folder_and_its_lists_are_found(devkit):
+    for src in (devkit, devkit.parent, devkit.parents[1]):
+        source = open_source(src)
+        assert [source.key(n) for n in range(3)] == [f"2012_{n}.jpg".encode() for n in range(3)]
+        assert source.classes == ("cat", "dog")
+        assert source.notes == (
+            f"read with their annotations: {devkit}/Annotations",
+            "left out, in SRC and not in the annotations: 1 image",
+        )
+    lists = devkit / "ImageSets" / "Main"
+    source = open_source(lists / "train.txt")
+    assert [source.key(n) for n in range(len(source))] == [b"2012_1.jpg", b"2012_0.jpg"]
+    assert source.notes == (f"read with their annotations: {devkit}/Annotations",)
+    (lists / "cat_val.txt").write_text("2012_2  1\n")
+    assert open_source(lists / "cat_val.txt").classes == ("cat", "dog")  # as in the other list
+    for text, said in (
+        ("2012_3\n", "test.txt, line 1: there is no annotation '.*2012_3.xml'"),
+        ("2012_2\n2012_2\n", "test.txt, line 2: '2012_2' appears twice"),
+        ("\n", "test.txt lists no images"),
+    ):
+        (lists / "test.txt").write_text(text)
+        with pytest.raises(UsageError, match=said):
+            open_source(lists / "test.txt")
+    pack(lists / "train.txt", devkit / "out.h5", size=8, num_workers=0)
+    assert H5Dataset(devkit / "out.h5", target="boxes")[0][1].tolist() == [[0, 0, 5, 5]]
+    for name in ("JPEGImages", "Annotations"):
+        (devkit.parent / "VOC2007" / name).mkdir(parents=True)
+    with pytest.raises(UsageError) as caught:
+        open_source(devkit.parent)
+    assert str(caught.value) == (
+        f"SRC '{devkit.parent}' holds splits (VOC2007, VOC2012); pack each by itself:\n"
+        f"  pack-h5 {devkit.parent}/VOC2007 VOC2007.h5\n"
+        f"  pack-h5 {devkit.parent}/VOC2012 VOC2012.h5"
+    )
+
+
+def test_coco_folders_are_found(root):
+    top = root.parent / "coco"
+    (top / "annotations").mkdir(parents=True)
+    for name in ("train2017", "val2017"):
+        root.rename(top / name) if name == "train2017" else (top / name).mkdir()
+        (top / "annotations" / f"instances_{name}.json").write_text(json.dumps(coco()))
+    source = open_source(top / "train2017")
+    assert source.notes[0].endswith("/coco/annotations/instances_train2017.json")
+    assert {"boxes", "box_labels", "keypoints"} < set(source.fields)
+    with pytest.raises(UsageError, match=r"holds splits \(train2017, val2017\); pack"):
+        open_source(top)
+    Image.new("RGB", (8, 8)).save(top / "train2017" / "deep" / "other.png")
+    assert (
+        "left out, in SRC and not in the annotations: 1 image"
+        in open_source(top / "train2017").notes
+    )
+    (top / "train2017" / "_annotations.coco.json").write_text(json.dumps(coco()))
+    note = open_source(top / "train2017").notes[0]
+    assert note.endswith("/coco/train2017/_annotations.coco.json")  # as Roboflow exports it

@@ -3,33 +3,86 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing.items import Table
+from h5feed.packing.items import EXTENSIONS, Table
 from h5feed.store.fields import FieldType, FieldValues
 from h5feed.text import counted
 
-__all__ = ["read_annotations"]
+__all__ = ["Layout", "find_layout", "read_annotations"]
 
 _SIDES = (("left", "right"), ("right", "left"))
 _VOC_SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
-def read_annotations(path: Path, root: Path, *, seen: Callable[[], None]) -> Table:
+class Layout(NamedTuple):
+    """Where a dataset of detection, unpacked as it is published, has what."""
+
+    images: Path
+    annotations: Path
+    listed: Path | None = None
+    """VOC's list of the images of a split; None for all."""
+
+
+def find_layout(src: Path) -> Layout | None:
+    """Return what lies where, if SRC is a folder or a list of COCO's or Pascal VOC's.
+
+    COCO: train2017/ with annotations/instances_train2017.json beside it, or a folder that holds
+    _annotations.coco.json. VOC: a folder with JPEGImages/ and Annotations/, alone or in
+    VOCdevkit/; or one of its lists, such as VOC2012/ImageSets/Main/train.txt. Raises UsageError
+    with the commands to type where there are several of them.
+    """
+    if src.suffix == ".txt" and src.parent.parent.name == "ImageSets" and src.is_file():
+        found = src.parents[2]
+        return Layout(found / "JPEGImages", found / "Annotations", src)
+    if (src / "VOCdevkit").is_dir():
+        return find_layout(src / "VOCdevkit")
+    if all((src / name).is_dir() for name in ("JPEGImages", "Annotations")):
+        return Layout(src / "JPEGImages", src / "Annotations")
+    for path in (
+        src / "_annotations.coco.json",
+        src.parent / "annotations" / f"instances_{src.name}.json",
+    ):
+        if path.is_file():
+            return Layout(src, path)
+    years = [src / f"VOC{year}" for year in range(2005, 2013)]
+    years = [path for path in years if (path / "JPEGImages").is_dir()]
+    if len(years) == 1:
+        return find_layout(years[0])
+    named = sorted((src / "annotations").glob("instances_*.json"))
+    splits = [src / path.stem.removeprefix("instances_") for path in named]
+    if several := years or [path for path in splits if path.is_dir()]:
+        commands = [
+            f"  pack-h5 {shlex.quote(str(each))} {shlex.quote(each.name + '.h5')}"
+            for each in several
+        ]
+        names = ", ".join(each.name for each in several)
+        raise UsageError(
+            f"SRC {str(src)!r} holds splits ({names}); pack each by itself:",
+            details="\n".join(commands),
+        )
+    return None
+
+
+def read_annotations(
+    path: Path, root: Path, *, listed: Path | None = None, seen: Callable[[], None]
+) -> Table:
     """Read COCO's JSON file, or a folder of VOC's XML files, about the images below `root`.
 
     Fields: `boxes` (float32 (n, 4), left, top, right, bottom in the source's pixels) and, row by
     row beside them, `box_labels` (int64, numbers in `classes`); from COCO also `iscrowd`, `area`
     (square pixels of the source), `keypoints` where there are any, and `image_id`; from VOC also
     `difficult`. Images come in the order of their ids, as torchvision's CocoDetection has them, or
-    of their XML files' names; images without boxes are kept. `seen` is called for each.
+    of their XML files' names; images without boxes are kept. `listed` is a file of names to which
+    VOC's are confined. `seen` is called for each.
 
     Raises UsageError naming file and entry, and PackError where it cannot be read.
     """
@@ -39,7 +92,9 @@ def read_annotations(path: Path, root: Path, *, seen: Callable[[], None]) -> Tab
             "folder of VOC's XML files"
         )
     try:
-        return _read_voc(path, root, seen) if path.is_dir() else _read_coco(path, root, seen)
+        if path.is_dir():
+            return _read_voc(path, root, listed, seen)
+        return _read_coco(path, root, seen)
     except OSError as ex:
         raise PackError(f"cannot read the annotations {ex.filename!r}: {ex.strerror}") from ex
 
@@ -92,12 +147,15 @@ def _grouped(
     return groups
 
 
-def _read_voc(path: Path, root: Path, seen: Callable[[], None]) -> Table:
+def _read_voc(path: Path, root: Path, listed: Path | None, seen: Callable[[], None]) -> Table:
     files = {file: _xml(file) for file in sorted(path.glob("*.xml"))}
     if not files:
         raise UsageError(f"annotations {str(path)!r} holds no .xml files of Pascal VOC")
+    # Classes are those of all files: the lists of a dataset number them alike.
     names = {_text(f, entry, "name") for f, tree in files.items() for entry in tree.iter("object")}
     made, difficult = _Boxes(path, root, tuple(sorted(names))), []
+    if listed is not None:
+        files = _listed_files(path, listed, files)
     for made.source, tree in files.items():
         made.add_image(_text(made.source, tree, "filename"), "filename")
         for k, entry in enumerate(tree.iter("object"), 1):
@@ -108,7 +166,24 @@ def _read_voc(path: Path, root: Path, seen: Callable[[], None]) -> Table:
             if made.add_box((left - 1, top - 1, right, bottom), label):
                 difficult.append(entry.findtext("difficult", "0").strip() == "1")
         seen()
-    return made.table({"difficult": made.beside(difficult, "uint8")})
+    return made.table({"difficult": made.beside(difficult, "uint8")}, whole=listed is None)
+
+
+def _listed_files(path: Path, listed: Path, files: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Return the files of the images that a list names, in its order."""
+    found = {}
+    for number, line in enumerate(listed.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        file = path / f"{line.split()[0]}.xml"
+        if file not in files:
+            raise UsageError(f"{listed}, line {number}: there is no annotation {str(file)!r}")
+        if file in found:
+            raise UsageError(f"{listed}, line {number}: {line.split()[0]!r} appears twice")
+        found[file] = files[file]
+    if not found:
+        raise UsageError(f"{listed} lists no images")
+    return found
 
 
 @dataclass(slots=True)
@@ -169,9 +244,16 @@ class _Boxes:
         offsets = np.cumsum([0, *self.counts], dtype=np.int64) * kind.row_bytes
         return FieldValues.of_bytes(kind, data.tobytes(), offsets)
 
-    def table(self, fields: Mapping[str, FieldValues]) -> Table:
+    def table(self, fields: Mapping[str, FieldValues], *, whole: bool = True) -> Table:
+        """Return all as columns; `whole` says that no image below the root should be missing."""
         boxes = FieldType(kind="boxes", dtype="float32", shape=(4,))
-        note = f"left out, without area: {counted(self.without_area, 'box', 'boxes')}"
+        notes = []
+        if self.without_area:
+            said = counted(self.without_area, "box", "boxes")
+            notes.append(f"left out, without area: {said}")
+        if whole and (missing := self._unknown_images()):
+            said = counted(missing, "image")
+            notes.append(f"left out, in SRC and not in the annotations: {said}")
         return Table(
             classes=self.classes,
             labels=np.full(len(self.keys), -1, np.int64),
@@ -182,8 +264,17 @@ class _Boxes:
                 "box_labels": self.beside(self.labels, "int64"),
                 **fields,
             },
-            notes=(note,) if self.without_area else (),
+            notes=tuple(notes),
         )
+
+    def _unknown_images(self) -> int:
+        known, unknown = set(self.keys), 0
+        for folder, _, names in os.walk(self.root):
+            below = os.path.relpath(folder, self.root)
+            for name in names:
+                key = os.fsencode(name if below == "." else f"{below}/{name}".replace(os.sep, "/"))
+                unknown += name.lower().endswith(EXTENSIONS) and key not in known
+        return unknown
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing.annotations import read_annotations
+from h5feed.packing.annotations import find_layout, read_annotations
 from h5feed.packing.arrow import is_hugging_face, open_hugging_face, open_parquets
 from h5feed.packing.decode import DAMAGED, DecodeError, decode_mask, image_to_rgb, read_file
 from h5feed.packing.items import (
@@ -119,7 +119,8 @@ def open_source(
     subfolders is flat: its labels are −1. With `manifest` (csv, tsv, jsonl or parquet), or a
     metadata file with a column file_name in the folder, as Hugging Face has it, its rows say which
     files, in which order, with which labels; the options up to `fields` say what its columns are.
-    `annotations` is COCO's JSON file, or a folder of VOC's XML files, about boxes in the images.
+    `annotations` is COCO's JSON file, or a folder of VOC's XML files, about boxes in the images;
+    a dataset of these that lies as it is published needs it not (see `find_layout`).
     `masks` is a folder that holds a file of the same relative stem for every image.
 
     Tar files (WebDataset's) and parquet files with a column of image bytes are given by their
@@ -148,15 +149,17 @@ def open_source(
                 if value is not None:
                     raise UsageError(f"{name}={value} is about a folder, and SRC is {kind}")
             return _open_container(src, paths, wanted, extensions, seen=bar.advance)
-        folder = Path(src)
+        folder, listed, note = Path(src), None, ""
+        if manifest is None and annotations is None and (found := find_layout(folder)):
+            folder, annotations, listed = found
+            note = f"read with their annotations: {annotations}"
         _check_folder(folder, "SRC")
-        note = ""
         if manifest is None and annotations is None:
             manifest, note = _metadata(folder)
         if manifest is None:
             wanted.refuse("a manifest's columns: give one as well")
         if annotations is not None:
-            table = read_annotations(Path(annotations), folder, seen=bar.advance)
+            table = read_annotations(Path(annotations), folder, listed=listed, seen=bar.advance)
         elif manifest is not None:
             table = read_manifest(Path(manifest), folder, wanted, seen=bar.advance)
         else:
@@ -258,18 +261,25 @@ def _expanded(text: str) -> Iterator[str]:
 
 def _containers_in(folder: Path) -> tuple[Path, ...]:
     """Return the tar or parquet files of a folder that has neither images nor other folders."""
+    names, folders = [], []
     try:
         with os.scandir(folder) as entries:
-            kinds = {entry.name: entry.is_dir() for entry in entries}
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(entry.name)
+                elif entry.name.endswith((".tar", ".parquet")):
+                    names.append(entry.name)
+                elif entry.name.lower().endswith(EXTENSIONS) or "metadata." in entry.name:
+                    return ()
+                if len(folders) > 1:
+                    return ()
     except OSError as ex:
         raise _unreadable(ex) from ex
-    folders = [name for name, is_folder in kinds.items() if is_folder]
-    names = sorted(name for name in kinds if name.endswith((".tar", ".parquet")))
     if folders == ["data"] and not names:  # as on Hugging Face's hub
         return _containers_in(folder / "data")
-    own = [name for name in kinds if name.lower().endswith(EXTENSIONS) or "metadata." in name]
-    if not names or folders or own:
+    if not names or folders:
         return ()
+    names.sort()
     starts = sorted({_NUMBERED.sub("", name) + "*" + Path(name).suffix for name in names})
     if len(starts) > 1:
         commands = [f"  pack-h5 {shlex.quote(str(folder / each))} OUT.h5" for each in starts]
