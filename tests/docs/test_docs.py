@@ -24,7 +24,8 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 COMMANDS = {
-    f"{name}-h5": f"h5feed.cli.{name}" for name in ("pack", "show", "check", "bench", "train")
+    f"{name}-h5": f"h5feed.cli.{name}"
+    for name in ("pack", "merge", "show", "check", "bench", "train")
 }
 LONGEST = 300  # lines: what somebody reads
 
