@@ -99,7 +99,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         `transform` is called on each image and `target_transform` on each label or mask, or in
         the place of both `transforms` on (image, target), as in torchvision.
 
-        `output` says as what type images are returned. By default a transform gets PIL images, as
+        `output` is the type of the images. By default a transform gets PIL images, as
         ImageFolder's does (torchvision's v2 ones given as `transforms`: tv_tensors, by which they
         tell a mask from an image), and without any you get tensors. Transforms that take tensors
         are faster on `output="tensor"`.
@@ -118,8 +118,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
         `target_dtype` is the type that labels and masks are converted to before `target_transform`
         is called: most losses want masks as torch.int64, and they are stored as uint8, an eighth
-        of the bytes.
-        Class numbers are then tensors without axes.
+        of the bytes. Class numbers are then tensors without axes.
 
         `keys` names image and target: `ds[i]` is then a dict, which Hugging Face's Trainer takes.
 
@@ -264,7 +263,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     @property
     def transform(self) -> Transform | None:
-        """Called on each image; may be replaced at any time."""
+        """The function called on each image; may be replaced at any time."""
         return self._transform
 
     @transform.setter
@@ -275,7 +274,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
 
     @property
     def target_transform(self) -> Transform | None:
-        """Called on each label or mask; may be replaced at any time."""
+        """The function called on each label or mask; may be replaced at any time."""
         return self._target_transform
 
     @target_transform.setter
@@ -317,8 +316,8 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
     def images(self) -> Tensor:
         """The whole field as one uint8 tensor (N, C, H, W), channels_last, without a copy.
 
-        Each access gives memory of its own: what is written into one is in no other, in no item
-        and not in the file. Images that packing squeezed come as they are stored, with the
+        Each access returns a tensor of its own: writing to it changes no other, no item and not the
+        file. Images that packing squeezed come as they are stored, with the
         warning that `ds[i]` gives. Raises UsageError for anything but one raw file whose images
         have one size, for squeezed ones with `aspect="source"`, and where the system gives no
         memory that is copied on write.

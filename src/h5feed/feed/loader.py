@@ -286,12 +286,12 @@ class H5Loader(PackedLoader):
     `images` is (B, C, H, W) in channels_last memory, uint8 unless `augment` ends in a float op;
     `labels` int64 (B,), float32 (B, K), or for files with masks uint8 (B, H, W), with the same
     geometry as their images. With several `views`, images and masks are tuples.
-    A batch's memory is used again once nobody holds it or any view of it.
+    A batch's memory is reused once neither the batch nor any view of it is referenced.
 
     Which samples come and what happens to them is a function of seed, epoch and sample: workers,
     batch size and world size change nothing. Exceptions: MixUp and CutMix choose partners within
-    a batch; a `sampler` is asked again in every epoch, and one with a generator of its own has to
-    be put back into its state by the program that resumes.
+    a batch; a `sampler` is asked again in every epoch, and a program that resumes has to restore
+    the sampler's own generator, if it has one.
 
     Every pass is the next epoch, unless `set_epoch` or `load_state_dict` said otherwise, also where
     the pass before was broken off. A pass counts once it has delivered a batch: dropping one before
@@ -307,12 +307,12 @@ class H5Loader(PackedLoader):
     which takes the same arguments, decodes it on a GPU.
 
     It has a DataLoader's attributes, and takes a DataLoader's other arguments (StockOptions says
-    what they do). It pickles as its arguments and where it stands: memory and threads are made
-    anew where it is loaded. Nothing of it is a torch DataLoader, so accelerate's `prepare` leaves
-    it as it is: give `device=accelerator.device`; ranks it shares out itself.
+    what they do). It pickles as its arguments and its position; memory and threads are created
+    again where it is unpickled. It is not a torch DataLoader, so accelerate's `prepare` leaves it
+    alone: give `device=accelerator.device`. It divides samples among the ranks itself.
 
-    For images of more than 65,536 pixels it sets cv2.setNumThreads(1), in all of the process: cv2
-    would else split each one among threads of its own, which compete with the loader's.
+    For images of more than 65,536 pixels it calls cv2.setNumThreads(1), for the whole process:
+    otherwise cv2 would split each image among threads of its own, which compete with the loader's.
 
     Args:
         dataset: what to feed: an H5Dataset, or a Subset or ConcatDataset of such, nested as you
@@ -345,14 +345,14 @@ class H5Loader(PackedLoader):
             the cores this process may use, less one for the trainer where the device is not the
             CPU, and at most 16.
         engine: what the workers are. "thread": they start at once, and share Python's lock, which
-            a few cores do not feel. "process": threads of other processes, one or two in each,
+            few cores do not feel. "process": threads of other processes, one or two in each,
             that share the memory of batches, and scale with the cores. "auto": processes where
             threads would wait for the lock (from four workers on with JPEG, six with raw images)
             and nothing is against it; stats() says why. Samples, crops and states are the same in
-            both; ops of your own must be defined in a module that a worker can import. What a
-            forked child keeps of its parent's batches changes with processes.
+            both; ops of your own must be defined in a module that a worker can import. With
+            processes, a forked child sees its parent's batches change.
         prefetch: batches in the making at once.
-        drop_last: leave out a last batch that would be short.
+        drop_last: drop the last batch if it is short.
         tail: what a last step does whose samples do not divide among the ranks: "pad" repeats
             some, "drop" leaves some out. Every rank has equally many steps and samples.
         seed: any int.
@@ -377,7 +377,7 @@ class H5Loader(PackedLoader):
             array of one number per sample of `ds`. Samples are drawn with replacement, as many
             in an epoch as there are; each is augmented anew.
         repeats: how often each sample comes in a row, differently augmented (repeated
-            augmentation, Hoffer et al. 2020); an epoch is as long as without, and has a part of
+            augmentation, Hoffer et al. 2020); an epoch stays as long, so it has only a part of
             the samples: shuffle them.
         lookahead: bytes announced to the kernel ahead of the batches in the making.
         io: "map": items are views of mapped files, which costs least; a disk that fails, or a file
@@ -625,7 +625,7 @@ class H5Loader(PackedLoader):
         self._engine.close()
 
     def stats(self) -> dict[str, Any]:
-        """Return what was delivered since the loader was made, and by what means.
+        """Return counts since the loader was made, and its settings with the reasons for them.
 
         batches, images, repeated (only to even out the ranks' last step), skipped (a substitute
         stood in), wait_s (seconds the consumer waited), announced_bytes (to the kernel, ahead of

@@ -39,7 +39,7 @@ class PackOptions:
     """auto, a side S, or HxW: pixels to store.
     auto: the power of two nearest to the median short side, at most 512."""
     fit: Fit = "stretch"
-    """How an image meets that size.
+    """How an image is fitted to that size.
     stretch: squeezed into it whole; h5feed's own crops undo that.
     crop: short side to S, centre cut out.
     pad: letterboxed.
@@ -79,8 +79,8 @@ class PackOptions:
     masks: Path | None = None
     """A folder of masks, one per image: the same relative path but for the extension."""
     extensions: tuple[str, ...] = EXTENSIONS
-    """Which files of a folder are images, by the ends of their names: torchvision ImageFolder's.
-    GIFs are others. A manifest may name any file."""
+    """Which files of a folder are images, by the endings of their names: torchvision ImageFolder's.
+    GIFs are not among them. A manifest may name any file."""
     class_order: ClassOrder = "sorted"
     """How class names are numbered.
     sorted: as torchvision's ImageFolder does (class10 before class2).
@@ -110,7 +110,7 @@ class PackOptions:
     random: in an order drawn with --seed, so that a shard is a fair sample (the default).
     source: as they come, class by class."""
     seed: int = 0
-    """What order=random is drawn with."""
+    """Seed of order=random."""
     part: str | None = None
     """Pack one part of a set's shards, such as 3/8; the others are packed elsewhere, into the same
     folder. auto: as Slurm arrays, srun or torchrun say; auto/8: as indexed jobs of Kubernetes
@@ -119,11 +119,11 @@ class PackOptions:
     """Worker processes; otherwise one per core (a container's quota counts) while memory lasts.
     0: all is done in one process."""
     overwrite: bool = False
-    """Replace OUT where it exists, and throw an unfinished OUT.partial away. Where OUT is a link,
-    the link stays and the file that it leads to is replaced."""
+    """Replace OUT if it exists, and delete an unfinished OUT.partial. If OUT is a link, the link
+    stays and the file that it leads to is replaced."""
     resume: bool = False
-    """Go on with the OUT.partial of an interrupted run, if there is one, once all of it was read
-    and compared with its checksums; in a set with the shards that are not there yet."""
+    """Continue from the OUT.partial of an interrupted run, if there is one, after comparing all of
+    it with its checksums; in a set with the shards that are not there yet."""
 
     def check(self) -> None:
         """Raise UsageError for a value out of range, or one that would be ignored."""

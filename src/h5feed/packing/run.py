@@ -103,7 +103,7 @@ def pack(
     10
 
     Raises UsageError for a wrong argument, and PackError when packing cannot finish; its text
-    says what was kept to resume from. `out` is the finished file or not there at all.
+    says what was kept to resume from. `out` is either the finished file or does not exist.
     """
     options = PackOptions(
         size=_size_text(size),
