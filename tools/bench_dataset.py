@@ -5,23 +5,29 @@
     python tools/bench_dataset.py loader FILE.h5               make_dataloader against a stock one
     python tools/bench_dataset.py workers FILE.h5              what workers="auto" rests on
     python tools/bench_dataset.py collate FILE.h5              stacking (H, W, C) or (C, H, W)
+    python tools/bench_dataset.py policies FILE.h5 [--json FILE]   RandAugment and its kin: H5Loader
+                                    against v2 tensors in a stock DataLoader, at least 2x
 
 Otherwise FILE.h5 is `pack-h5 PHOTOS FILE.h5`. Subjects take turns within a run, so that whatever
 else the machine does hits all of them; medians over the rounds. Warm cache.
 """
 
 import argparse
+import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sized
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from _torchvision import import_torchvision
+from h5feed import H5Loader
+from h5feed.bench.system import describe_machine, machine_facts, versions
 from h5feed.feed.dataloader import auto_workers, collate, make_dataloader
 from h5feed.feed.dataset import H5Dataset
 from h5feed.system import available_cores
@@ -35,26 +41,22 @@ AUGMENT = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizo
 AUGMENT_PIL = v2.Compose([v2.PILToTensor(), AUGMENT])
 PIL_AUGMENT = v2.Compose([AUGMENT, v2.PILToTensor()])
 BATCH = 64
+PACKAGES = ("h5feed", "torch", "torchvision", "numpy", "opencv-python-headless")
 
 
 def main() -> None:
     """Run the part that was asked for and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["imagefolder", "loader", "workers", "collate"])
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("file", help="packed by pack-h5")
     parser.add_argument("photos", nargs="?", help="the folder it was packed from")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--items", type=int, default=1000, help="per subject and round")
+    parser.add_argument("--json", type=Path, help="policies: write what was measured to this file")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    parts = {
-        "imagefolder": compare_imagefolder,
-        "loader": compare_loader,
-        "workers": compare_workers,
-        "collate": compare_collate,
-    }
-    parts[options.part](options)
+    PARTS[options.part](options)
 
 
 def compare_imagefolder(options: argparse.Namespace) -> None:
@@ -136,6 +138,63 @@ def compare_collate(options: argparse.Namespace) -> None:
         print(f"{name:40} {statistics.median(found):8.1f} µs an image")
 
 
+def compare_policies(options: argparse.Namespace) -> None:
+    """H5Loader against a stock DataLoader with v2's transforms on tensors, of one packed file.
+
+    Both read uint8 pixels, so nothing is decoded; both antialias, and have as many workers.
+    """
+    rows = []
+    for name, theirs in (
+        ("RandAugment(2, 9)", v2.RandAugment(2, 9)),
+        ("TrivialAugmentWide", v2.TrivialAugmentWide()),
+        ("AutoAugment", v2.AutoAugment()),
+    ):
+        transform = v2.Compose([AUGMENT, theirs])
+        stock = H5Dataset(options.file, transform, output="tensor", aspect="stored")
+        ds = H5Dataset(options.file)
+        workers = {"num_workers": options.workers}
+        beside = DataLoader(
+            stock, BATCH, sampler=draws(stock, options), persistent_workers=True, **workers
+        )
+        with H5Loader(
+            ds, BATCH, sampler=draws(ds, options), augment=transform, antialias=True, **workers
+        ) as ours:
+            found = race({f"v2, {name}": beside, f"H5Loader, {name}": ours}, options, f"v2, {name}")
+        other, mine = found.values()
+        rows.append(
+            {
+                "what": f"RandomResizedCrop + flip + {name}",
+                "ratio": statistics.median(a / b for a, b in zip(mine, other, strict=True)),
+                "least": 2.0,
+                "images_per_second": statistics.median(mine),
+                "other_per_second": statistics.median(other),
+                "rounds": {"ours": mine, "other": other},
+            }
+        )
+    if options.json:
+        facts = machine_facts(Path(options.file).parent)
+        where = {
+            "command": "python tools/bench_dataset.py policies FILE.h5 --json FILE",
+            "machine": describe_machine(facts),
+            "facts": facts,
+            "versions": versions(PACKAGES),
+            "threads": options.workers,
+            "repeats": options.rounds,
+            "items": options.items,
+            "batch_size": BATCH,
+        }
+        options.json.write_text(json.dumps({**where, "rows": rows}, indent=1) + "\n")
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "imagefolder": compare_imagefolder,
+    "loader": compare_loader,
+    "workers": compare_workers,
+    "collate": compare_collate,
+    "policies": compare_policies,
+}
+
+
 def _microseconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
@@ -147,8 +206,10 @@ def draws(dataset: Sized, options: argparse.Namespace) -> RandomSampler:
     return RandomSampler(dataset, replacement=True, num_samples=options.items)
 
 
-def race(subjects: dict[str, Iterable[Any]], options: argparse.Namespace, base: str) -> None:
-    """Print images a second of each subject: medians, ranges and ratios to `base`."""
+def race(
+    subjects: dict[str, Iterable[Any]], options: argparse.Namespace, base: str
+) -> dict[str, list[float]]:
+    """Print images a second of each subject, medians, ranges and ratios to `base`; return them."""
 
     def rate(loader: Iterable[Any]) -> float:
         start = time.perf_counter()
@@ -161,7 +222,8 @@ def race(subjects: dict[str, Iterable[Any]], options: argparse.Namespace, base: 
     ground = statistics.median(found[base])
     for name, rates in found.items():
         ratio = statistics.median(rates) / ground
-        print(f"{name:40} {spread(rates):>30} img/s  {ratio:5.2f}x")
+        print(f"{name:40} {spread(rates):>30} img/s  {ratio:5.2f}x", flush=True)
+    return found
 
 
 if __name__ == "__main__":

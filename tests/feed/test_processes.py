@@ -26,7 +26,11 @@ from loaders import KINDS, assert_same, by_index, loader_threads, wait_until, wr
 from packed import image_spec, write_packed
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
-FULL = (*CROP, augment.ColorJitter(0.4, 0.4, 0.4, 0.1), augment.RandomErasing(1.0, value=7))
+FULL = (
+    *CROP,
+    augment.RandomApply([augment.ColorJitter(0.4, 0.4, 0.4, 0.1), augment.RandAugment()]),
+    augment.RandomErasing(1.0, value=7),
+)
 
 
 def open_loader(ds, batch_size=4, **options):

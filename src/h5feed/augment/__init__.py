@@ -12,6 +12,7 @@ The CPU and a device make the same of the same pixels, up to rounding: max 2, me
 every crop and every other change of its own. Changes of color in a row multiply what rounding left:
 after a crop, ColorJitter(0.4, 0.4, 0.4, 0.1) comes up to 10 apart in single pixels (one in 200 is
 more than 2 apart, the mean stays below 0.5), as far as torchvision's own carries a difference of 1.
+So do the policies' changes in a row: Solarize after a warp turns a level at its threshold over.
 """
 
 from h5feed.augment.choice import RandomApply, RandomChoice
