@@ -6,13 +6,17 @@ import torch
 
 from h5feed.augment import (
     AlternatingFlip,
+    AugMix,
+    AutoAugment,
     CenterCrop,
     ColorJitter,
+    RandAugment,
     RandomCrop,
     RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
+    TrivialAugmentWide,
 )
 from h5feed.errors import H5FormatError, UsageError
 from h5feed.train import data as data_module
@@ -575,3 +579,30 @@ def test_airbenchs_crops_and_flips(paths, tmp_path):
     )
     ops = training_ops(config, 32, (32, 32), dense=False)
     assert ops == [RandomCrop(32, padding=2, padding_mode="reflect"), AlternatingFlip()]
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("ra", RandAugment(magnitude=18, mask_fill=7)),
+        ("ta_wide", TrivialAugmentWide(mask_fill=7)),
+        ("imagenet", AutoAugment("imagenet", mask_fill=7)),
+        ("augmix", AugMix()),
+    ],
+)
+def test_policies_by_torchvisions_names(paths, tmp_path, name, op):
+    config = DataConfig(crop="none", auto_augment=name, ra_magnitude=18)
+    ops = training_ops(config, 16, (16, 16), dense=True, ignore_index=7)
+    assert ops == [RandomHorizontalFlip(), op]
+    for loader in ("h5loader", "dataloader"):
+        data = open_(paths, tmp_path, loader, auto_augment=name, batch_size=8)
+        images, _ = next(iter(data.train_loader(16)))
+        assert (images.shape, images.dtype) == ((8, 3, 16, 16), torch.uint8)
+
+
+def test_a_policy_that_cannot_be_is_refused(paths, tmp_path):
+    data = open_(paths, tmp_path, "dataloader", "scenes", ignore_index=7, auto_augment="ra")
+    with pytest.raises(UsageError, match="--auto-augment ra with --loader dataloader is torchvis"):
+        data.train_loader(16)
+    with pytest.raises(UsageError, match="--ra-magnitude 31 is too large: 30 is the strongest"):
+        DataConfig(auto_augment="ra", ra_magnitude=31)

@@ -39,6 +39,7 @@ LoaderName = Literal["h5loader", "dali", "dataloader", "imagefolder", "synthetic
 ScheduleName = Literal["constant", "onecycle", "cyclic", "cosine", "linear", "step"]
 LossName = Literal["auto", "cross-entropy", "bce"]
 Precision = Literal["auto", "torch", "fp32", "tf32", "bf16", "fp16"]
+AutoAugmentName = Literal["none", "ra", "ta_wide", "imagenet", "cifar10", "svhn", "augmix"]
 CropName = Literal["auto", "random-resized", "random-crop", "none"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune"]
 DebugTool = Literal["off", "anomaly", "profile", "gradcheck", "nvtx"]
@@ -157,6 +158,12 @@ class DataConfig:
     """Pixels around each image before random-crop; -1 takes an eighth of its side."""
     padding_mode: Literal["constant", "reflect"] = "constant"
     """What random-crop pads with: black, or the image mirrored at its edges."""
+    auto_augment: AutoAugmentName = "none"
+    """A policy over changes of training images, by torchvision's names: ra (RandAugment, Cubuk et
+    al. 2020), ta_wide (TrivialAugmentWide, Müller and Hutter 2021), imagenet, cifar10 or svhn
+    (AutoAugment's, Cubuk et al. 2019), augmix (Hendrycks et al. 2020)."""
+    ra_magnitude: int = 9
+    """ra: how strong the changes are, of 0 to 30 (of timm's m0 to m10 three times the number)."""
     color_jitter: float = 0.0
     """Change brightness, contrast and saturation of training images by factors within 1 - this
     and 1 + this (0.4 in ImageNet's recipes); 0 turns it off."""
@@ -184,6 +191,11 @@ class DataConfig:
         at_least(self, -1, "workers", "padding")
         at_least(self, 1, "prefetch", "aug_repeats")
         at_least(self, 0, "size", "color_jitter", "random_erase", "val_size", "val_resize")
+        at_least(self, 0, "ra_magnitude")
+        if self.ra_magnitude > 30:
+            raise UsageError(
+                f"--ra-magnitude {self.ra_magnitude} is too large: 30 is the strongest"
+            )
         if self.random_erase > 1:
             raise UsageError(f"--random-erase {self.random_erase} is too large: it is a share")
 

@@ -11,14 +11,18 @@ import numpy.typing as npt
 
 from h5feed.augment import (
     AlternatingFlip,
+    AugMix,
+    AutoAugment,
     CenterCrop,
     ColorJitter,
     Op,
+    RandAugment,
     RandomCrop,
     RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
+    TrivialAugmentWide,
 )
 from h5feed.errors import UsageError
 from h5feed.feed.dataset import H5Dataset
@@ -507,7 +511,7 @@ def training_ops(
     >>> training_ops(DataConfig(crop="random-resized"), 224, (256, 256), dense=False)
     [RandomResizedCrop(size=224, ...), RandomHorizontalFlip(p=0.5)]
     """
-    crop = config.crop
+    crop, mask_fill = config.crop, ignore_index if dense else 0
     if crop == "auto":
         crop = "random-crop" if size <= _SMALL and not dense else "random-resized"
     ops: list[Op] = []
@@ -518,12 +522,12 @@ def training_ops(
         ops.append(Resize((size, size)))
     if crop == "random-crop":
         padding = max(1, size // 8) if config.padding < 0 else config.padding
-        mask_fill = ignore_index if dense else 0
         ops.append(
             RandomCrop(size, padding=padding, padding_mode=config.padding_mode, mask_fill=mask_fill)
         )
     if config.flip:
         ops.append(AlternatingFlip() if config.alternating_flip else RandomHorizontalFlip())
+    ops += _policy(config, mask_fill, dense=dense)
     if jitter := config.color_jitter:
         ops.append(ColorJitter(jitter, jitter, jitter))
     if config.random_erase:
@@ -534,6 +538,22 @@ def training_ops(
             )
         ops.append(RandomErasing(config.random_erase, value=[float(round(v)) for v in mean]))
     return ops
+
+
+def _policy(config: DataConfig, mask_fill: int, *, dense: bool) -> list[Op]:
+    name = config.auto_augment
+    if name == "none":
+        return []
+    if dense and config.loader in ("dataloader", "imagefolder"):
+        raise UsageError(
+            f"--auto-augment {name} with --loader {config.loader} is torchvision's, which does not "
+            "move masks: take --loader h5loader, or leave it out"
+        )
+    if name == "ra":
+        return [RandAugment(magnitude=config.ra_magnitude, mask_fill=mask_fill)]
+    if name == "ta_wide":
+        return [TrivialAugmentWide(mask_fill=mask_fill)]
+    return [AugMix()] if name == "augmix" else [AutoAugment(name, mask_fill=mask_fill)]
 
 
 def scoring_ops(
@@ -575,7 +595,10 @@ def _arguments(op: Any) -> dict[str, Any]:
     # Those of ours alone: interpolation and antialias, whose defaults mean the same in torchvision.
     ours_alone = ("interpolation", "antialias", "mask_fill")
     made = {f.name: getattr(op, f.name) for f in fields(op) if f.name not in ours_alone}
-    if "fill" in made and op.mask_fill != 0:
+    if "policy" in made:
+        v2 = require("torchvision.transforms.v2", "train")
+        made["policy"] = v2.AutoAugmentPolicy(made["policy"])
+    if "fill" in made and getattr(op, "mask_fill", 0) != 0:
         tensors = require("torchvision.tv_tensors", "train")
         made["fill"] = {tensors.Mask: op.mask_fill, "others": op.fill}
     return made

@@ -50,6 +50,7 @@ RECIPES: Mapping[str, Recipe] = {
             "size": 176,
             "val_size": 224,
             "val_resize": 232,
+            "auto_augment": "ta_wide",
             "random_erase": 0.1,
             "aug_repeats": 4,
             "label_smoothing": 0.1,
@@ -61,8 +62,7 @@ RECIPES: Mapping[str, Recipe] = {
         left_out="weight decay spares biases besides norms",
     ),
     "timm-a3": Recipe(
-        source="Wightman, Touvron, Jegou 2021, arXiv:2110.00476, table 2, A3; the options of timm "
-        "in gist.github.com/rwightman/07839a82d0f50e42840168bc43df70b3",
+        source="Wightman, Touvron, Jegou 2021, arXiv:2110.00476, table 2, procedure A3",
         options={
             "model": "timm:resnet50",
             "epochs": 100,
@@ -78,12 +78,15 @@ RECIPES: Mapping[str, Recipe] = {
             "size": 160,
             "val_size": 224,
             "val_resize": 235,  # 224 / 0.95
+            "auto_augment": "ra",
+            "ra_magnitude": 18,  # of 30; timm's 6 of 10
             "loss": "bce",
             "bce_target_thresh": 0.2,
             "mixup": 0.1,
             "cutmix": 1.0,
         },
-        left_out="bilinear rather than bicubic, and rather than either at random in training",
+        left_out="RandAugment is torchvision's, whose two changes are never left out and have one "
+        "strength; images are resized bilinearly",
     ),
     "cifar-airbench": Recipe(
         source="Jordan 2024, arXiv:2404.00498; airbench94.py of github.com/KellerJordan/"
