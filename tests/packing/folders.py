@@ -15,6 +15,7 @@ from PIL import Image
 from h5feed.packing import PackSummary, pack
 from h5feed.packing.items import ImageSource
 from h5feed.packing.sources import open_source
+from h5feed.store import open_index, read_index
 
 BROKEN = b"\xff\xd8\xff\xe0 not an image"
 
@@ -44,6 +45,14 @@ def make_folder(root: Path, *, per_class: int = 12, broken: tuple[int, ...] = ()
             make_image(path, 30 + 7 * (seed % 5), 40 + 5 * (seed % 7), seed)
             if seed in broken:
                 path.write_bytes(BROKEN)
+    return root
+
+
+def make_birds(root: Path) -> Path:
+    """Make three birds and three dogs, which no folder of `make_folder` has."""
+    for number in range(6):
+        name = "birds" if number < 3 else "dogs"
+        make_image(root / name / f"b{number}.jpg", 30, 40, 100 + number)
     return root
 
 
@@ -86,6 +95,23 @@ def pack_set(folder: Path, out: Path, **options) -> PackSummary:
 def bytes_of(folder: Path) -> dict[str, str]:
     """Return what tells each file of a folder from any other."""
     return {name: sha256(folder / name) for name in names(folder)}
+
+
+def labelled(folder: Path) -> list[tuple[str, int]]:
+    """Return (class, checksum) of a set's items in the order of the source."""
+    index = open_index(folder)
+    stored = index.columns["order"]
+    return _named(index.classes, index.columns["labels"][stored], index.columns["crc32"][stored])
+
+
+def packed_labels(path: Path) -> list[tuple[str, int]]:
+    """Return (class, checksum) of a file's items."""
+    index = read_index(path)
+    return _named(index.classes, index.labels, index.crc32)
+
+
+def _named(classes, labels, crc32) -> list[tuple[str, int]]:
+    return [(classes[k], c) for k, c in zip(labels.tolist(), crc32.tolist(), strict=True)]
 
 
 def keys(path: Path) -> list[str]:

@@ -17,7 +17,17 @@ from h5feed.packing.merge import compact_set, join_sets, merge_set
 from h5feed.packing.shard_plan import look_into
 from h5feed.store import check_file, open_index, read_index
 from packed import random_images, write_packed
-from packing.folders import bytes_of, make_folder, make_image, make_masks, names, pack_set, sha256
+from packing.folders import (
+    bytes_of,
+    labelled,
+    make_birds,
+    make_folder,
+    make_masks,
+    names,
+    pack_set,
+    packed_labels,
+    sha256,
+)
 
 SIZE = 32
 
@@ -29,27 +39,7 @@ def out(tmp_path):
 
 @pytest.fixture
 def birds(tmp_path):
-    """A second folder of images: birds and dogs."""
-    for number in range(6):
-        name = "birds" if number < 3 else "dogs"
-        make_image(tmp_path / "more" / name / f"b{number}.jpg", 30, 40, 100 + number)
-    return tmp_path / "more"
-
-
-def labelled(folder):
-    """Return (class, checksum) of a set's items in the order of the source."""
-    index = open_index(folder)
-    stored = index.columns["order"]
-    labels, crc32 = index.columns["labels"][stored], index.columns["crc32"][stored]
-    return [(index.classes[k], c) for k, c in zip(labels.tolist(), crc32.tolist(), strict=True)]
-
-
-def packed_labels(path):
-    index = read_index(path)
-    return [
-        (index.classes[k], c)
-        for k, c in zip(index.labels.tolist(), index.crc32.tolist(), strict=True)
-    ]
+    return make_birds(tmp_path / "more")
 
 
 def test_a_set_is_merged_only_when_all_its_shards_are_there_and_of_it(folder, out, tmp_path):

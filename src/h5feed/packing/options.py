@@ -18,11 +18,13 @@ __all__ = ["PackOptions", "field_specs"]
 
 _NOT_CONTENT = frozenset(
     {"num_workers", "on_error", "max_skipped", "overwrite", "resume"}
-    | {"shards", "order", "seed", "part"}  # a shard has them beside its number
+    | {"shards", "order", "seed", "part", "append"}  # a shard has them beside its number
 )
 _SHARDS = re.compile(r"(\d+)(?:\s*([kMGT])(i?)B)?")
 _UNITS = {"k": 1, "M": 2, "G": 3, "T": 4}
 _MOST_SHARDS = 100_000
+_SHARD_SIZE = "256MB"
+"""Of what is appended, where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,9 @@ class PackOptions:
     """Pack one part of a set's shards, such as 3/8; the others are packed elsewhere, into the same
     folder. auto: as Slurm arrays, srun or torchrun say; auto/8: as indexed jobs of Kubernetes
     say."""
+    append: bool = False
+    """Add the images, as shards of their own, to the set that OUT is; new classes are numbered on.
+    Who reads the set meanwhile goes on with what it was."""
     num_workers: Annotated[int | None, arg(name="workers")] = None
     """Worker processes; otherwise one per core (a container's quota counts) while memory lasts.
     0: all is done in one process."""
@@ -182,7 +187,8 @@ class PackOptions:
         return number
 
     def _shards(self) -> tuple[int, str, str]:
-        found = _SHARDS.fullmatch(str(self.shards).strip())
+        text = _SHARD_SIZE if self.shards is None else self.shards
+        found = _SHARDS.fullmatch(text.strip())
         number = 0 if found is None else int(found[1])
         if found is None or not number or (not found[2] and number > _MOST_SHARDS):
             raise UsageError(
@@ -191,8 +197,15 @@ class PackOptions:
             )
         return number, found[2] or "", found[3] or ""
 
+    @property
+    def makes_a_set(self) -> bool:
+        """Whether OUT is a folder of shards."""
+        return self.shards is not None or self.append
+
     def _check_set(self) -> None:
-        if self.shards is not None:
+        if self.append and self.overwrite:
+            raise UsageError("overwrite with append: what is there is kept; give one of them")
+        if self.makes_a_set:
             self._shards()
             _in_range("seed", self.seed, 0, (1 << 63) - 1)
             if self.order is not None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from h5feed.errors import H5FormatError, PackError, UsageError
 from h5feed.jpeg import MAX_PIXELS
+from h5feed.packing.append import plan_append
 from h5feed.packing.arrow import is_hugging_face
 from h5feed.packing.encode import BlockResult, Job, encode_block
 from h5feed.packing.items import EXTENSIONS, ClassOrder, ImageSource
@@ -33,6 +34,7 @@ from h5feed.packing.output import (
     what_failed,
 )
 from h5feed.packing.resize import stored_size
+from h5feed.packing.shard_plan import plan_shards
 from h5feed.packing.shards import check_set_folder, pack_set
 from h5feed.packing.sources import DatasetSource, names_files, open_source
 from h5feed.packing.summary import PackSummary, describe_fit, label_numbers
@@ -75,6 +77,7 @@ def pack(
     order: Literal["random", "source"] | None = None,
     seed: int = 0,
     part: str | None = None,
+    append: bool = False,
     num_workers: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -133,6 +136,7 @@ def pack(
         order=order,
         seed=seed,
         part=part,
+        append=append,
         num_workers=num_workers,
         overwrite=overwrite,
         resume=resume,
@@ -163,7 +167,7 @@ def pack_with(
     options.check()
     if not hasattr(os, "pwrite"):  # before any work: the end would need it
         raise PackError("packing needs Linux or macOS: this system cannot write at a position")
-    if options.shards is not None:
+    if options.makes_a_set:
         return _pack_set(source, out, options, progress=progress, began=began)
     paths = OutputPaths.of(out)
     check_out(paths, Path(source) if _is_path(source) else None, options)
@@ -189,12 +193,17 @@ def _pack_set(
     folder = check_set_folder(out, Path(source) if _is_path(source) else None, options)
     found = _open(source, options, progress)
     if not isinstance(found, ImageSource):
+        what = "append" if options.append else f"shards={options.shards}"
         raise UsageError(
-            f"shards={options.shards} needs images in files, and source is a dataset: pack one "
-            "file, and make a set of it with merge-h5"
+            f"{what} needs images in files, and source is a dataset: pack one file, and make a set "
+            "of it with merge-h5"
         )
-    specs = field_specs(options, stored_size(found, options, progress=progress))
-    packed = pack_set(found, specs, folder, options, progress=progress)
+    if options.append:
+        found, specs, plan = plan_append(found, folder, options)
+    else:
+        specs = field_specs(options, stored_size(found, options, progress=progress))
+        plan = plan_shards(found, specs, options)
+    packed = pack_set(found, specs, folder, options, plan, progress=progress)
     if not packed.missing:
         merge_set(folder, progress=progress)
     seconds = time.monotonic() - began

@@ -23,7 +23,7 @@ from h5feed.packing.encode import BlockResult, Job, Shard
 from h5feed.packing.items import ImageSource, SomeImages
 from h5feed.packing.options import PackOptions
 from h5feed.packing.output import OutputPaths, Results, check_space, finish, what_failed
-from h5feed.packing.shard_plan import SetFolder, ShardPlan, find_part, look_into, plan_shards
+from h5feed.packing.shard_plan import SetFolder, ShardPlan, find_part, look_into
 from h5feed.packing.workers import Outputs, pack_images
 from h5feed.progress import Progress
 from h5feed.store.layout import FieldSpec, FileIndex
@@ -93,10 +93,15 @@ def check_set_folder(
             f"OUT {given} holds what is no part of a set ({found.others[0]}): give a folder of "
             "its own"
         )
-    if not found.is_empty and not (options.resume or options.overwrite or options.part):
+    if options.append:
+        if not found.has_index:
+            raise UsageError(
+                f"OUT {given} is not a whole set that could be appended to: it has no index"
+            )
+    elif not found.is_empty and not (options.resume or options.overwrite or options.part):
         raise UsageError(
             f"OUT {given} holds shards: --resume makes those that are missing, --overwrite packs "
-            "all anew"
+            "all anew, --append adds other images"
         )
     return folder
 
@@ -106,12 +111,12 @@ def pack_set(
     specs: tuple[FieldSpec, ...],
     folder: Path,
     options: PackOptions,
+    plan: ShardPlan,
     *,
     progress: bool,
 ) -> PackedSet:
     """Pack the shards of this run's part that are not there yet."""
     part, parts = (0, 1) if options.part is None else find_part(options.part)
-    plan = plan_shards(source, specs, options)
     before = look_into(folder)
     if not options.overwrite:
         _refuse_strays(before, plan)
