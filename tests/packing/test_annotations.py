@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -345,3 +346,83 @@ def test_coco_folders_are_found(root):
     (top / "train2017" / "_annotations.coco.json").write_text(json.dumps(coco()))
     note = open_source(top / "train2017").notes[0]
     assert note.endswith("/coco/train2017/_annotations.coco.json")  # as Roboflow exports it
+
+
+# --- masks of COCO's segmentations
+
+
+def segmented():
+    """One image with a large polygon, a small one on it in two parts, and a crowd as RLE."""
+    mask = pytest.importorskip("pycocotools.mask")
+    crowd = np.zeros((H, W), np.uint8, order="F")
+    crowd[:30, :50] = 1
+    packed_rle = mask.encode(crowd)
+    square = [10, 10, 80, 10, 80, 50, 10, 50]
+    small = [[20, 20, 30, 20, 30, 30, 20, 30], [50, 20, 60, 20, 60, 30, 50, 30]]
+    counts = [0, 30, *[30, 30] * 49, H * W - 50 * 60 + 30]
+    common = {"image_id": 7, "bbox": [0, 0, 9, 9]}
+    return [
+        {"id": 1, "category_id": 1, "area": 200, "segmentation": small, **common},
+        {"id": 2, "category_id": 18, "area": 2800, "segmentation": [square], **common},
+        {
+            "id": 3, "category_id": 1, "area": 9999, "iscrowd": 1, **common,
+            "segmentation": {"size": [H, W], "counts": counts},
+        },
+        {
+            "id": 4, "category_id": 18, "area": 1500, "image_id": 3, "bbox": [0, 0, 9, 9],
+            "segmentation": {"size": [H, W], "counts": packed_rle["counts"].decode()},
+        },
+    ]  # fmt: skip
+
+
+def test_masks_are_drawn_as_pycocotools_draws_them(root):
+    tools = pytest.importorskip("pycocotools.coco")
+    path = written(root, coco(annotations=segmented()))
+    with contextlib.redirect_stdout(io.StringIO()):
+        theirs = tools.COCO(path)
+    drawn = {number: theirs.annToMask(theirs.anns[number]) != 0 for number in (1, 2, 3, 4)}
+    wanted = np.zeros((3, H, W), np.uint8)  # ids 3, 7, 9: one mask each
+    wanted[0][drawn[4]] = 2  # classes by category id: 1 is person, 2 is dog
+    wanted[1][drawn[3]] = 255
+    wanted[1][drawn[2]] = 2
+    wanted[1][drawn[1]] = 1
+    out = root.parent / "out.h5"
+    options = {"size": (H, W), "any_size": True, "num_workers": 0}
+    pack(root, out, annotations=path, annotation_masks=True, **options)
+    ds = H5Dataset(out)
+    assert np.array_equal([ds[n][1] for n in range(3)], wanted)
+    source = open_source(root, annotations=path, annotation_masks=True)
+    assert source.digest() != open_source(root, annotations=path).digest()
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "reason"),
+    [
+        ([[1, 2]], "segmentation that is none"),
+        ([["a", "b", "c", "d", "e", "f"]], "segmentation that is none"),
+        ({"size": [9, 9], "counts": [81]}, r"segmentation that is none \(size \[9, 9\]\)"),
+        ({"size": [H, W]}, "segmentation that is none"),
+        ({"size": [H, W], "counts": [10**9]}, r".* \(counts of 1000000000 pixels\)"),
+    ],
+)
+def test_a_segmentation_that_is_none_is_a_counted_skip(root, segmentation, reason):
+    pytest.importorskip("pycocotools")
+    entry = {**segmented()[0], "segmentation": segmentation}
+    path = written(root, coco(annotations=[entry]))
+    out = root.parent / "out.h5"
+    summary = pack(root, out, annotations=path, annotation_masks=True, size=64, num_workers=0)
+    ((key, said),) = summary.skipped
+    assert (key, summary.items) == ("b.png", 2)
+    assert re.match(reason, said)
+
+
+def test_masks_that_cannot_be_drawn_are_refused(root):
+    path = written(root, coco())
+    for options, said in (
+        ({"annotations": path}, r"annotation_masks: no annotation in .* has a segmentation"),
+        ({}, "annotation_masks draws COCO's segmentations: give its JSON file"),
+        ({"masks": root}, "masks=.* and annotation_masks: an item has one mask"),
+        ({"store": "original"}, "annotation_masks=True with store=original"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            pack(root, root.parent / "out.h5", annotation_masks=True, **options)

@@ -11,14 +11,18 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
+import numpy.typing as npt
 
 from h5feed.errors import PackError, UsageError
+from h5feed.optional import require
+from h5feed.packing.decode import TOO_LARGE, DecodeError
 from h5feed.packing.items import EXTENSIONS, Table
 from h5feed.store.fields import FieldType, FieldValues
 from h5feed.text import counted
 
-__all__ = ["Layout", "find_layout", "read_annotations"]
+__all__ = ["Layout", "coco_outlines", "draw_mask", "find_layout", "read_annotations"]
 
+_CROWD = 255  # of a mask: what losses ignore
 _SIDES = (("left", "right"), ("right", "left"))
 _VOC_SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -131,6 +135,63 @@ def _read_coco(path: Path, root: Path, seen: Callable[[], None]) -> Table:
         )
         fields["keypoints"] = made.values(points, kind)
     return made.table(fields)
+
+
+def coco_outlines(path: Path) -> FieldValues:
+    """Return what `draw_mask` draws of each image in COCO's JSON file, in the order of their ids.
+
+    Raises UsageError where there is nothing to draw, or more classes than a mask can hold.
+    """
+    found = _json(path)
+    categories, images = (_listed(path, found, name) for name in ("categories", "images"))
+    if len(categories) >= _CROWD:
+        raise UsageError(f"{path}: {len(categories)} categories, and a mask holds {_CROWD - 1}")
+    numbers = {category["id"]: k for k, category in enumerate(categories, 1)}
+    parts: dict[int, list[tuple[bool, float, int, Any]]] = {image["id"]: [] for image in images}
+    for entry in _objects_of(path, found, "annotations"):
+        outline, number = entry.get("segmentation"), numbers.get(entry.get("category_id"), 0)
+        if outline and number and entry.get("image_id") in parts:
+            area = entry.get("area", 0)
+            area = float(area) if isinstance(area, int | float) else 0.0
+            parts[entry["image_id"]].append((bool(entry.get("iscrowd")), area, number, outline))
+    if not any(parts.values()):
+        raise UsageError(f"annotation_masks: no annotation in {path} has a segmentation")
+    for each in parts.values():  # what is small lies on what is large, and all on crowds
+        each.sort(key=lambda part: (not part[0], -part[1]))
+    values = [
+        [image.get("height"), image.get("width"), [(p[2], p[0], p[3]) for p in parts[image["id"]]]]
+        for image in images
+    ]
+    return FieldValues.of_json(values)
+
+
+def draw_mask(outlines: memoryview, *, max_pixels: int) -> npt.NDArray[np.uint8]:
+    """Draw one image's mask: 0, or the number of its class and 1; 255 for crowds, uint8 (H, W).
+
+    Raises DecodeError for outlines that make no sense.
+    """
+    coco = require("pycocotools.mask", "coco")
+    height, width, parts = json.loads(bytes(outlines))
+    if not (isinstance(height, int) and isinstance(width, int) and height > 0 < width):
+        raise DecodeError("no size in the annotations", f"{height}x{width}")
+    if height * width > max_pixels:
+        raise DecodeError(TOO_LARGE, f"{height}x{width} in the annotations")
+    mask = np.zeros((height, width), np.uint8)
+    for number, is_crowd, outline in parts:
+        try:
+            if isinstance(outline, dict) and outline["size"] != [height, width]:
+                raise ValueError(f"size {outline['size']}")
+            drawn = outline
+            if isinstance(outline, list):
+                drawn = coco.merge(coco.frPyObjects(outline, height, width))
+            elif isinstance(outline["counts"], list):
+                if sum(outline["counts"]) != height * width:
+                    raise ValueError(f"counts of {sum(outline['counts'])} pixels")
+                drawn = coco.frPyObjects(outline, height, width)
+            mask[coco.decode(drawn) != 0] = _CROWD if is_crowd else number
+        except Exception as ex:  # pycocotools raises plain ones
+            raise DecodeError("segmentation that is none", str(ex)) from ex
+    return mask
 
 
 def _grouped(

@@ -80,6 +80,9 @@ class PackOptions:
     the images, their classes and keypoints, kept as further fields."""
     masks: Path | None = None
     """A folder of masks, one per image: the same relative path but for the extension."""
+    annotation_masks: bool = False
+    """Masks drawn of COCO's polygons and RLE, which needs pycocotools: 0 is background, 1 the
+    first class, 255 a crowd; small objects lie on large ones."""
     extensions: tuple[str, ...] = EXTENSIONS
     """Which files of a folder are images, by the endings of their names: torchvision ImageFolder's.
     GIFs are not among them. A manifest may name any file."""
@@ -228,7 +231,12 @@ class PackOptions:
         """Refuse options that would be ignored: the user believes that they do something."""
         self._check_set()
         if self.store == "original":
-            for name, usual in (("size", "auto"), ("fit", "stretch"), ("masks", None)):
+            for name, usual in (
+                ("size", "auto"),
+                ("fit", "stretch"),
+                ("masks", None),
+                ("annotation_masks", False),
+            ):
                 if getattr(self, name) != usual:
                     raise UsageError(
                         f"{name}={getattr(self, name)} with store=original: the files' own bytes "
@@ -244,6 +252,8 @@ class PackOptions:
                 f"mask_fill={self.mask_fill} fills the borders of letterboxed masks, and "
                 f"fit={self.fit} makes none: leave it out, or take fit=pad"
             )
+        if self.masks is not None and self.annotation_masks:
+            raise UsageError(f"masks={self.masks} and annotation_masks: an item has one mask")
         if self.annotations is not None and self.manifest is not None:
             raise UsageError(
                 f"annotations={self.annotations} and manifest={self.manifest} both list the "
@@ -279,7 +289,7 @@ def field_specs(options: PackOptions, size: tuple[int, int] | None) -> tuple[Fie
     if options.store == "yuv420" and (height % 2 or width % 2):
         raise UsageError(f"size={height}x{width} with store=yuv420: both sides must be even")
     images = images_spec(options.store, height, width, options.fit)
-    if options.masks is not None:
+    if options.masks is not None or options.annotation_masks:
         return (images, masks_spec(images))
     if options.mask_fill != 0:
         raise UsageError(

@@ -63,6 +63,7 @@ def pack(
     fields: Sequence[str] = (),
     annotations: str | os.PathLike[str] | None = None,
     masks: str | os.PathLike[str] | None = None,
+    annotation_masks: bool = False,
     extensions: Sequence[str] = EXTENSIONS,
     class_order: ClassOrder = "sorted",
     background: tuple[int, int, int] = (255, 255, 255),
@@ -122,6 +123,7 @@ def pack(
         fields=tuple(fields),
         annotations=None if annotations is None else Path(annotations),
         masks=None if masks is None else Path(masks),
+        annotation_masks=annotation_masks,
         extensions=tuple(extensions),
         class_order=class_order,
         background=background,
@@ -250,12 +252,13 @@ def _open(source: Any, options: PackOptions, progress: bool) -> ImageSource | Da
             fields=options.fields,
             annotations=options.annotations,
             masks=options.masks,
+            annotation_masks=options.annotation_masks,
             extensions=options.extensions,
             class_order=options.class_order,
             allow_empty=options.allow_empty,
             progress=progress,
         )
-    for name in ("manifest", "annotations", "masks"):
+    for name in ("manifest", "annotations", "masks", "annotation_masks"):
         if getattr(options, name):
             raise UsageError(
                 f"{name}={getattr(options, name)} needs a folder, and source is a dataset"

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from h5feed.errors import PackError, UsageError
-from h5feed.packing.annotations import find_layout, read_annotations
+from h5feed.optional import require
+from h5feed.packing.annotations import coco_outlines, draw_mask, find_layout, read_annotations
 from h5feed.packing.arrow import is_hugging_face, open_hugging_face, open_parquets
 from h5feed.packing.decode import DAMAGED, DecodeError, decode_mask, image_to_rgb, read_file
 from h5feed.packing.items import (
@@ -58,6 +59,8 @@ class FolderSource(ImageSource):
     mask_root: Path | None = None
     mask_ends: npt.NDArray[np.uint8] | None = None
     """(N,) which of `_MASK_ENDS` each item's mask has."""
+    outlines: FieldValues | None = None
+    """What masks are drawn of, where they are not files."""
 
     def path(self, index: int) -> bytes:
         """Return the path of an item's image."""
@@ -82,17 +85,20 @@ class FolderSource(ImageSource):
             return 0
 
     def mask(self, index: int, *, max_pixels: int) -> npt.NDArray[np.uint8] | None:
-        """Return an item's mask, decoded; None in a source without masks."""
+        """Return an item's mask, decoded or drawn; None in a source without masks."""
+        if self.outlines is not None:
+            return draw_mask(self.outlines.item(index), max_pixels=max_pixels)
         path = self.mask_path(index)
         if path is None:
             return None
         return decode_mask(read_file(path, max_pixels=max_pixels), max_pixels=max_pixels)
 
     def statuses(self) -> Iterator[bytes]:
-        """Yield size and time of change of each image's file, and of its mask's."""
+        """Yield size and time of change of each image's file and its mask's, or its outlines."""
         for index in range(len(self)):
             mask = self.mask_path(index)
             yield file_status(self.path(index)) + (b"" if mask is None else file_status(mask))
+            yield b"" if self.outlines is None else bytes(self.outlines.item(index))
 
 
 def open_source(
@@ -107,6 +113,7 @@ def open_source(
     fields: Sequence[str] = (),
     annotations: str | os.PathLike[str] | None = None,
     masks: str | os.PathLike[str] | None = None,
+    annotation_masks: bool = False,
     extensions: Sequence[str] = EXTENSIONS,
     class_order: ClassOrder = "sorted",
     allow_empty: bool = False,
@@ -121,7 +128,8 @@ def open_source(
     files, in which order, with which labels; the options up to `fields` say what its columns are.
     `annotations` is COCO's JSON file, or a folder of VOC's XML files, about boxes in the images;
     a dataset of these that lies as it is published needs it not (see `find_layout`).
-    `masks` is a folder that holds a file of the same relative stem for every image.
+    `masks` is a folder that holds a file of the same relative stem for every image; with
+    `annotation_masks` they are drawn of COCO's segmentations.
 
     Tar files (WebDataset's) and parquet files with a column of image bytes are given by their
     path, a list of paths, a pattern such as "train-{000..146}.tar" or "data/train-*.parquet", or
@@ -144,9 +152,14 @@ def open_source(
     with Progress(None, "finding images", show=progress, brief=True) as bar:
         if is_hugging_face(src) or paths:
             kind = f"{paths[0].suffix} files" if paths else "a dataset"
-            about = {"manifest": manifest, "annotations": annotations, "masks": masks}
+            about = {
+                "manifest": manifest,
+                "annotations": annotations,
+                "masks": masks,
+                "annotation_masks": annotation_masks,
+            }
             for name, value in about.items():
-                if value is not None:
+                if value:
                     raise UsageError(f"{name}={value} is about a folder, and SRC is {kind}")
             return _open_container(src, paths, wanted, extensions, seen=bar.advance)
         folder, listed, note = Path(src), None, ""
@@ -168,6 +181,11 @@ def open_source(
     source = FolderSource(root=folder, **table.columns())
     if note:
         source = replace(source, notes=(note, *source.notes))
+    if annotation_masks:
+        if annotations is None or not os.path.isfile(annotations):
+            raise UsageError("annotation_masks draws COCO's segmentations: give its JSON file")
+        require("pycocotools.mask", "coco")
+        return replace(source, outlines=coco_outlines(Path(annotations)))
     if masks is None:
         return source
     with Progress(len(source), "finding masks", show=progress, brief=True) as bar:
@@ -220,6 +238,9 @@ def _containers(src: Any) -> tuple[Path, ...]:
     if len(given) == 1 and os.path.isdir(given[0]):
         return _containers_in(Path(given[0]))
     found = [path for each in given for path in _matching(os.fspath(each))]
+    missing = [path for path in found if path.suffix in (".tar", ".parquet") and not path.exists()]
+    if missing:
+        raise UsageError(f"SRC {str(missing[0])!r} does not exist")
     suffixes = sorted({path.suffix for path in found})
     if suffixes in ([".tar"], [".parquet"]):
         return tuple(found)
