@@ -7,6 +7,7 @@ windows of --seconds; what is shown are medians of --rounds. Rows beside FFCV ne
 that has it (--ffcv). FFCV's max_resolution keeps the aspect, so it stores about 0.75 of a
 square's pixels, and its crops are made from those; pixels per second are of what is delivered.
 `tools/pages.py loader FILE` makes a table of what --json wrote.
+`tools/bench_workers.py` is the same over the number of workers.
 """
 
 from __future__ import annotations

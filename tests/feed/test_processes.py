@@ -416,7 +416,7 @@ def test_many_workers_on_few_cores_with_few_descriptors(ds):
     used = descriptors()
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, limits[1]))
     try:
-        assert len(load(ds, num_workers=24)) == 60
+        assert len(load(ds, num_workers=64)) == 60
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
