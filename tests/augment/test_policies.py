@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from augment.draws import FakeDraws
-from augment.judge import assert_close, make_images, on_device, planar, run
+from augment.judge import assert_close, assert_drawn_alike, make_images, on_device, planar, run
 from h5feed import UsageError
 from h5feed.augment import (
     AugMix,
@@ -16,6 +16,7 @@ from h5feed.augment import (
     Resize,
     TrivialAugmentWide,
 )
+from h5feed.augment.frame import Shapes
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
@@ -87,16 +88,25 @@ def auto_augment(op, u, image, **options):
     return image
 
 
+def drawn_shares(op, u):
+    """What a blend takes of the image and of each chain; another test holds how it is drawn."""
+    return op.draw(u, Shapes.whole(np.full((len(u), 2), (H, W))))[0][:, : 1 + op.mixture_width]
+
+
+def chains(op, u):
+    """The uniforms of each chain: one for its depth, three for each change."""
+    depth = op.chain_depth if op.chain_depth > 0 else 3
+    return u[-op.mixture_width * (1 + 3 * depth) :].reshape(op.mixture_width, -1)
+
+
 def aug_mix(op, u, image, **options):
     theirs, space = v2.AugMix(), v2.AugMix._AUGMENTATION_SPACE
     if not op.all_ops:
         space = v2.AugMix._PARTIAL_AUGMENTATION_SPACE
-    random = np.random.RandomState(int(u[0] * 2**32))
-    own, rest = random.dirichlet([op.alpha] * 2)
-    shares = random.dirichlet([op.alpha] * op.mixture_width) * rest
+    own, *shares = drawn_shares(op, u[None])[0]
     names = [name for name in v2.RandAugment._AUGMENTATION_SPACE if name in space]  # our order
     mixed = image * own
-    for chain, share in zip(u[1:].reshape(op.mixture_width, -1), shares, strict=True):
+    for chain, share in zip(chains(op, u), shares, strict=True):
         depth = op.chain_depth if op.chain_depth > 0 else 1 + chosen(chain[0], 3)
         made = image
         for which, bin_, sign in chain[1:].reshape(-1, 3)[:depth]:
@@ -166,6 +176,21 @@ def test_every_pair_of_every_policy_is_torchvisions():
 )  # fmt: skip
 def test_blends_of_chains_are_torchvisions(images, op):
     check(op, aug_mix, images[:32], per_op=False)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.4, 1.0, 7.0])
+def test_shares_are_drawn_as_torchvision_draws_them(alpha):
+    n, op, theirs = 3000, AugMix(alpha=alpha), v2.AugMix()
+    ours = drawn_shares(op, FakeDraws(range(n)).uniform(1, op.uniforms))
+    torch.manual_seed(0)
+    own = theirs._sample_dirichlet(torch.full((n, 2), alpha))
+    rest = theirs._sample_dirichlet(torch.full((n, 3), alpha)) * own[:, 1:]
+    np.testing.assert_allclose(ours.sum(axis=1), 1)
+    for k, column in enumerate((own[:, 0], *rest.T)):
+        # float32 ends before float64 does: compared where a level could show it
+        assert_drawn_alike(
+            ours[:, k].clip(1e-4, 0.9999), column.double().numpy().clip(1e-4, 0.9999)
+        )
 
 
 def test_all_changes_come_about_equally_often_and_signs_too():

@@ -187,11 +187,15 @@ class _Images:
 
         Of a mask (H, W), which has no tones, only the warps are done.
         """
-        image = src
+        image, warps = src, int((turns[:, 0] == _WARP).sum())
         for row in turns:
             kind = int(row[0])
             if kind == _WARP:
-                other = self._other(image, src, out)
+                warps -= 1
+                if out is not None and not warps:  # the last one writes where it is wanted
+                    other = out
+                else:
+                    other = self._made(*src.shape) if image is src else src
                 warp(image, row[1:], other, self._interpolation, self._fill)
                 image = other
             elif kind and image.ndim == 3:
@@ -200,12 +204,6 @@ class _Images:
             out[...] = image
             return out
         return image
-
-    def _other(self, image: Image, src: Image, out: Image | None) -> Image:
-        """Return memory for what a warp makes of `image`: to and fro between two of three."""
-        if image is not src:
-            return src
-        return self._made(*src.shape) if out is None else out
 
 
 def _turns_batch(
@@ -544,14 +542,21 @@ class AugMix(ImageOp):
 
     @property
     def uniforms(self) -> int:  # type: ignore[override]
-        """One for the shares; of each chain its depth, and of each turn change, bin and sign."""
-        return 1 + self.mixture_width * (1 + self._depth * 3)
+        """Those of the shares; of each chain its depth, and of each turn change, bin and sign."""
+        return self._share_uniforms + self.mixture_width * (1 + self._depth * 3)
+
+    @property
+    def _share_uniforms(self) -> int:
+        return (2 + self.mixture_width) * (1 + 3 * _TRIES)
 
     def draw(self, u: Floats, shapes: Shapes) -> tuple[Rows, Shapes]:
         """Return rows, and that images keep their places."""
         changes = _Changes(self.space, 10)
-        made = [_shares(u[:, 0], self.mixture_width, self.alpha)]
-        for chain in u[:, 1:].reshape(len(u), self.mixture_width, -1).transpose(1, 2, 0):
+        count = self._share_uniforms
+        drawn = u[:, :count].reshape(len(u), 2 + self.mixture_width, -1)
+        own, rest = np.hsplit(_dirichlet(drawn[:, :2], self.alpha), 2)
+        made = [own, _dirichlet(drawn[:, 2:], self.alpha) * rest]
+        for chain in u[:, count:].reshape(len(u), self.mixture_width, -1).transpose(1, 2, 0):
             depth = 1 + below(chain[0], np.array(3)) if self.chain_depth <= 0 else self.chain_depth
             for turn, (which, bin_, sign) in enumerate(chain[1:].reshape(self._depth, 3, -1)):
                 number = changes.numbers[below(which, np.array(len(changes.numbers)))]
@@ -600,12 +605,24 @@ _ROUNDED: Final = 1 / 256
 """Added before a blend is rounded down, so that shares that add up to 0.9999999 lose no level."""
 
 
-def _shares(u: Floats, width: int, alpha: float) -> Floats:
-    """Return (B, 1 + width): what a blend takes of the image itself, and of each chain."""
-    made = np.empty((len(u), 1 + width))
-    for row, one in zip(made, u.tolist(), strict=True):
-        # RandomState, because its sequence is frozen for good (NEP 19)
-        random = np.random.RandomState(int(one * 2**32))
-        row[0], rest = random.dirichlet([alpha, alpha])
-        row[1:] = random.dirichlet([alpha] * width) * rest
-    return made
+_TRIES: Final = 6
+"""Of drawing from a Gamma distribution; one fails once in twenty times at most."""
+
+
+def _dirichlet(u: Floats, alpha: float) -> Floats:
+    """Return (B, n) shares that add up to 1, drawn from a Dirichlet of `alpha` for each.
+
+    From uniforms (B, n, 1 + 3 * _TRIES), by Gammas of alpha + 1 and a power of a uniform (Marsaglia
+    and Tsang, "A simple method for generating gamma variables", 2000), in logarithms, because those
+    of a small alpha have no other numbers.
+    """
+    first, second, third = 1 - u[..., 1:].reshape(*u.shape[:2], 3, _TRIES).transpose(2, 0, 1, 3)
+    d = alpha + 2 / 3
+    x = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
+    v = np.maximum(1 + x / np.sqrt(9 * d), 1e-9) ** 3
+    taken = np.log(third) < 0.5 * x**2 + d - d * v + d * np.log(v)
+    taken[..., -1] = True
+    v = np.take_along_axis(v, taken.argmax(axis=2)[..., None], axis=2)[..., 0]
+    logs = np.log(v) + np.log(1 - u[..., 0]) / alpha
+    shares = np.exp(logs - logs.max(axis=1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))
