@@ -14,7 +14,10 @@ import pytest
 import h5feed
 
 SRC = Path(h5feed.__file__).parent
-OPTIONAL = ["matplotlib", "torchvision", "nvidia", "ray", "lightning", "rich", "psutil", "timm"]
+OPTIONAL = [
+    "matplotlib", "torchvision", "nvidia", "ray", "lightning", "rich", "psutil", "timm", "pyarrow",
+    "datasets", "pycocotools",
+]  # fmt: skip
 # Which rooms a room may import: only what lies to the left in the data's way.
 MAY_IMPORT = {
     "store": set(),

@@ -333,7 +333,7 @@ def test_a_data_frame_is_a_manifest(folder, out):
             "label_delimiter=  beside class_columns=a: an item has a class, several, or numbers",
         ),
         ({"label_delimiter": "", "manifest": "x.csv"}, "label_delimiter='' is empty: give what"),
-        ({"manifest": [("a.jpg", 1)]}, "manifest is a list: give the path of a csv, tsv or jsonl"),
+        ({"manifest": [("a.jpg", 1)]}, "manifest is a list: give the path of a csv, tsv, jsonl"),
         (
             {"extensions": ["gif"]},
             "extensions=gif: 'gif' is not the end of a name: give them in small",

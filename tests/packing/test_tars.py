@@ -78,6 +78,15 @@ def test_tars_are_named_in_many_ways(shards):
         open_source([paths[0], "a.h5"])
 
 
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_so_many_processes_look_into_tars(shards, monkeypatch, num_workers):
+    made = []
+    pool = tars.ProcessPoolExecutor
+    monkeypatch.setattr(tars, "ProcessPoolExecutor", lambda *a: made.append(a[0]) or pool(*a))
+    assert len(open_source(shards, num_workers=num_workers)) == 12
+    assert made == [2] * (num_workers == 2)
+
+
 def test_several_sets_in_one_folder_are_refused_with_the_commands(shards):
     write_tar(shards / "val-000.tar", samples(0, 1))
     assert refusal(UsageError, shards) == (

@@ -147,8 +147,8 @@ def pack(
         return pack_with(source, out, options, progress=progress)
     if not hasattr(manifest, "to_json"):
         raise UsageError(
-            f"manifest is a {type(manifest).__name__}: give the path of a csv, tsv or jsonl file, "
-            "or a pandas DataFrame"
+            f"manifest is a {type(manifest).__name__}: give the path of a csv, tsv, jsonl or "
+            "parquet file, or a pandas DataFrame"
         )
     with TemporaryDirectory() as folder:
         table = Path(folder) / "DataFrame.jsonl"
@@ -256,6 +256,7 @@ def _open(source: Any, options: PackOptions, progress: bool) -> ImageSource | Da
             extensions=options.extensions,
             class_order=options.class_order,
             allow_empty=options.allow_empty,
+            num_workers=options.num_workers,
             progress=progress,
         )
     for name in ("manifest", "annotations", "masks", "annotation_masks"):

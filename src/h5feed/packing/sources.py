@@ -117,6 +117,7 @@ def open_source(
     extensions: Sequence[str] = EXTENSIONS,
     class_order: ClassOrder = "sorted",
     allow_empty: bool = False,
+    num_workers: int | None = None,
     progress: bool = False,
 ) -> ImageSource:
     """Find the images of a folder, of tar or parquet files, or of a Hugging Face Dataset.
@@ -134,7 +135,8 @@ def open_source(
     Tar files (WebDataset's) and parquet files with a column of image bytes are given by their
     path, a list of paths, a pattern such as "train-{000..146}.tar" or "data/train-*.parquet", or
     the folder that holds nothing else.
-    `progress` says on stderr what is found, where that takes a while.
+    `num_workers` processes look into tars. `progress` says on stderr what is found, where that
+    takes a while.
 
     Raises UsageError for an argument that names the wrong thing, PackError for what cannot
     be read.
@@ -161,7 +163,7 @@ def open_source(
             for name, value in about.items():
                 if value:
                     raise UsageError(f"{name}={value} is about a folder, and SRC is {kind}")
-            return _open_container(src, paths, wanted, extensions, seen=bar.advance)
+            return _open_container(src, paths, wanted, extensions, num_workers, seen=bar.advance)
         folder, listed, note = Path(src), None, ""
         if manifest is None and annotations is None and (found := find_layout(folder)):
             folder, annotations, listed = found
@@ -216,6 +218,7 @@ def _open_container(
     paths: Sequence[Path],
     wanted: ColumnOptions,
     extensions: Sequence[str],
+    num_workers: int | None,
     *,
     seen: Callable[[], None],
 ) -> ImageSource:
@@ -229,7 +232,9 @@ def _open_container(
         raise UsageError(
             f"path_column={wanted.path_column}: the images of a tar are its members; leave it out"
         )
-    return open_tars(paths, names, wanted, extensions=extensions, seen=seen)
+    return open_tars(
+        paths, names, wanted, extensions=extensions, num_workers=num_workers, seen=seen
+    )
 
 
 def _containers(src: Any) -> tuple[Path, ...]:
