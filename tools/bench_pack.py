@@ -8,6 +8,9 @@ place of one file: what is left of the difference is packing's own. "whole" is t
 call to return, start-up and all; "steady" leaves the start-up out: (long run − short run) per
 image. With --ffcv, an interpreter that has FFCV packs the same images with its DatasetWriter
 (raw, longest side at most --size).
+
+"pack, shards" makes a set of --shards shards. With --parts N, CPU seconds are compared as well:
+of one job, of a set made by one, and of N jobs with --part, one after the other.
 """
 
 import argparse
@@ -73,12 +76,29 @@ def time_pool(source: Path, size: int, workers: int, *, write: bool = False) -> 
         return time.perf_counter() - began
 
 
-def time_pack(source: Path, size: int, workers: int) -> float:
-    """Seconds of packing the images of `source`."""
+def time_pack(source: Path, size: int, workers: int, shards: int | None = None) -> float:
+    """Seconds of packing the images of `source`, into one file or so many shards."""
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
         began = time.perf_counter()
-        h5feed.packing.pack(source, Path(folder, "out.h5"), size=size, num_workers=workers)
+        out = Path(folder, "out.h5" if shards is None else "out")
+        h5feed.packing.pack(source, out, size=size, num_workers=workers, shards=shards)
         return time.perf_counter() - began
+
+
+def cpu_of_parts(source: Path, size: int, shards: int | None, parts: int) -> float:
+    """CPU seconds of packing by so many jobs, one after the other; their imports not counted."""
+    with tempfile.TemporaryDirectory(dir=source.parent) as folder:
+        began = _cpu_seconds()
+        out = Path(folder, "out.h5" if shards is None else "out")
+        for part in range(1, parts + 1):
+            given = None if parts == 1 else f"{part}/{parts}"
+            h5feed.packing.pack(source, out, size=size, num_workers=1, shards=shards, part=given)
+        return _cpu_seconds() - began
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def time_ffcv(python: str, source: Path, size: int, workers: int) -> float:
@@ -107,6 +127,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--shards", type=int, default=16)
+    parser.add_argument("--parts", type=int, help="compare the CPU time of so many jobs as well")
     parser.add_argument("--ffcv", help="a python that has FFCV")
     parser.add_argument(
         "--folder", type=Path, help="where to write (default: the temporary folder)"
@@ -116,6 +138,7 @@ def main() -> None:
         "bare pool": lambda source: time_pool(source, args.size, args.workers),
         "pool + write": lambda s: time_pool(s, args.size, args.workers, write=True),
         "pack": lambda source: time_pack(source, args.size, args.workers),
+        "pack, shards": lambda source: time_pack(source, args.size, args.workers, args.shards),
     }
     if args.ffcv:
         subjects["ffcv"] = lambda source: time_ffcv(args.ffcv, source, args.size, args.workers)
@@ -128,7 +151,16 @@ def main() -> None:
             for name, work in subjects.items()
         }
         rounds = in_turns(both, args.rounds)
+        parts = {
+            "one file": partial(cpu_of_parts, long, args.size, None, 1),
+            "shards": partial(cpu_of_parts, long, args.size, args.shards, 1),
+            f"{args.parts} parts": partial(cpu_of_parts, long, args.size, args.shards, args.parts),
+        }
+        jobs = in_turns(parts, args.rounds) if args.parts else {}
     report(rounds, count, args.repeat)
+    for name, seconds in jobs.items():
+        ratio = statistics.median(a / b for a, b in zip(seconds, jobs["one file"], strict=True))
+        print(f"{name:14}{statistics.median(seconds):8.1f} CPU s{ratio:8.3f} of one file's")
 
 
 def report(rounds: dict[str, list[tuple[float, float]]], count: int, repeat: int) -> None:

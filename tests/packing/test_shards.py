@@ -153,6 +153,22 @@ def test_what_another_run_works_at_is_left_alone(folder, out):
     assert not path.exists()
 
 
+def test_two_packers_on_one_part_at_once_are_harmless(folder, out, tmp_path, monkeypatch):
+    """The second one does all its work while the first has shards half written."""
+    pack_set(folder, tmp_path / "alone")
+    written, second = shards._Run.written, iter([1])
+
+    def interrupted(self, blocks):
+        if next(second, None):
+            assert pack_set(folder, out, part="1/1").items == 24
+        written(self, blocks)
+
+    monkeypatch.setattr(workers, "_MOST_IMAGES", 2)
+    monkeypatch.setattr(shards._Run, "written", interrupted)
+    assert pack_set(folder, out, part="1/1").items == 24
+    assert bytes_of(out) == bytes_of(tmp_path / "alone")
+
+
 def test_what_is_there_is_not_replaced_unasked(folder, out):
     pack_set(folder, out)
     with pytest.raises(UsageError, match=r"set holds shards: --resume makes those that"):
