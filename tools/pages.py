@@ -211,20 +211,23 @@ def _figures(name: str, rows: Sequence[Row]) -> str:
 
 
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "README.md": {
+    "README.md": {"gain": lambda: peers.gain(peers.load(BENCHMARKS / "peers.json"))},
+    "docs/benchmarks.md": {
         "peers": _peers,
         "loader": _loader,
         "bench": lambda: _measured("bench.json"),
         "train": lambda: _measured("train.json"),
         "campaign": _campaign,
-        "ablate": lambda: as_markdown(_ablation()),
     },
     "docs/clients.md": {"clients": lambda: clients_table(_read("clients.json"))},
     "docs/clusters.md": {
         name: partial(lambda name: cluster_table(_read("clusters.json"), name), name)
         for name in cluster_tables
     },
-    "docs/tricks.md": {"tricks": lambda: tricks_table([_ablation()])},
+    "docs/tricks.md": {
+        "tricks": lambda: tricks_table([_ablation()]),
+        "ablate": lambda: as_markdown(_ablation()),
+    },
 }
 """By page, then by mark. The table of a GPU is tools/gpu_run.py's."""
 
@@ -251,14 +254,14 @@ def _trained(name: str, said: Callable[[Mapping[str, Any]], str]) -> Callable[[]
 
 
 SENTENCES: Mapping[str, Sequence[Callable[[], str]]] = {
-    "README.md": [
-        _accuracy,
+    "docs/benchmarks.md": [_accuracy],
+    "docs/training.md": [
         _trained("samples", lambda _: ""),
         _trained("cifar", lambda found: f"{100 * found['val']['accuracy']:.1f} % after "),
         _trained(
             "scenes", lambda found: f"mean IoU {found['val']['mean IoU']:.2f} after 12 epochs, "
         ),
-    ]
+    ],
 }
 """By page: words that must stand in it, line breaks apart."""
 

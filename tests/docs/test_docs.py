@@ -17,7 +17,8 @@ import torch
 import h5feed
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", *DOCS]
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+) -->\n+)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
     r"(?P<code>.*?)^(?P=indent)```$",
@@ -105,6 +106,14 @@ def test_every_public_name_stands_in_the_reference(page):
     }
 
 
+def test_the_readme_s_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 20
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def test_every_page_can_be_found():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(f"docs/{page}" for page in listed) == PAGES
+    assert sorted(f"docs/{page}" for page in listed) == DOCS

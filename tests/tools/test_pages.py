@@ -38,27 +38,35 @@ def test_every_table_between_marks_is_compared(pages):
 
 def test_another_figure_is_found(pages, tmp_path):
     (tmp_path / "docs").mkdir()
-    for page in pages.TABLES:
+    for page in {*pages.TABLES, *pages.SENTENCES}:
         (tmp_path / page).write_text((ROOT / page).read_text())
     assert list(pages.differences(tmp_path)) == []
-    text = (tmp_path / "README.md").read_text()
+    page = tmp_path / "docs/benchmarks.md"
+    text = page.read_text()
     table = text.index("<!-- peers: begin -->")
     figure = re.search(r"\d,\d{3}", text[table:])
     said = re.search(r"± (\d)(\.\d\d) points", text)
     text = text[: table + figure.start()] + "9,999,999" + text[table + figure.end() :]
     text = text.replace(said[0], f"± 9{said[1]}{said[2]} points")
-    (tmp_path / "README.md").write_text(text)
+    page.write_text(text)
     found = list(pages.differences(tmp_path))
-    assert found[0] == "README.md: the table 'peers' is another one: run python tools/pages.py"
-    assert re.fullmatch(r"README.md lacks the words '.*', which benchmarks/ gives", found[1])
+    assert (
+        found[0]
+        == "docs/benchmarks.md: the table 'peers' is another one: run python tools/pages.py"
+    )
+    assert re.fullmatch(
+        r"docs/benchmarks.md lacks the words '.*', which benchmarks/ gives", found[1]
+    )
     assert said[0] in found[1]
     assert len(found) == 2
 
 
-def test_the_recipes_that_were_run_are_the_readmes(pages):
+def test_the_recipes_that_were_run_are_those_of_the_page(pages):
     from readme_training import RECIPES
 
-    said = " ".join(pages.ROOT.joinpath("README.md").read_text().replace("\\\n", " ").split())
+    said = " ".join(
+        pages.ROOT.joinpath("docs/training.md").read_text().replace("\\\n", " ").split()
+    )
     for name, options in RECIPES.items():
         for option in options.split(" --"):
             assert f"--{option.removeprefix('--')}" in said, (name, option)

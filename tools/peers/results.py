@@ -24,6 +24,7 @@ __all__ = [
     "Finding",
     "Together",
     "findings",
+    "gain",
     "gains",
     "load",
     "ratios",
@@ -286,6 +287,26 @@ def gains(results: Sequence[dict[str, Any]], other: str = "FFCV") -> list[str]:
             name = f"{HEADS[wanted[0]]}, {wanted[1]}w"
             lines.append(f"| {name} | {_range(warm)} | {_range(whole)} |")
     return lines if len(lines) > 2 else []
+
+
+def gain(results: Sequence[dict[str, Any]]) -> str:
+    """Return the Markdown table of all loaders at the most workers, the fastest first."""
+    most = max(workers for _, workers in settings_of(results))
+    wanted = [one for one in settings_of(results) if one[1] == most]
+    ceilings = {o["name"] for r in results for o in r["outcomes"] if o["ceiling"]}
+    names = dict.fromkeys(o["name"] for r in results for o in r["outcomes"])
+    rates = {
+        name: [found and found.rate for one in wanted for found in [together(results, one, name)]]
+        for name in names
+        if name not in ceilings
+    }
+    lines = ["| | " + " | ".join(HEADS[variant] for variant, _ in wanted) + " |"]
+    lines.append("|---" + "|---:" * len(wanted) + "|")
+    for name in sorted(rates, key=lambda name: [-(rate or 0) for rate in rates[name]]):
+        bold = "**" if name == "h5feed" else ""
+        cells = [f"{bold}{rate:,.0f}{bold}" if rate else "–" for rate in rates[name]]
+        lines.append(f"| {bold}{name}{bold} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"{_runs(results)}."])
 
 
 def table(results: Sequence[dict[str, Any]], path: Path = Path("peers.json")) -> str:
