@@ -54,14 +54,6 @@ OPS: Mapping[str, Sequence[Op]] = {
         augment.RandomAdjustSharpness(6, p=0.5),
     ],
     "policies": [
-        augment.RandAugment(2, 9),
-        augment.TrivialAugmentWide(),
-        augment.AutoAugment(),
-        augment.AugMix(),
-        augment.RandomApply([augment.RandomRotation(30)], p=0.5),
-        augment.RandomChoice([augment.GaussianBlur(9, sigma=3.0), augment.RandomInvert(p=1.0)]),
-    ],
-    "policies": [
         augment.RandAugment(2, 9, fill=127),
         augment.TrivialAugmentWide(fill=127),
         augment.AutoAugment("imagenet", fill=127),
