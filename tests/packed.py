@@ -3,6 +3,7 @@
 import os
 import zlib
 from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 
 import h5py
@@ -11,6 +12,7 @@ import numpy as np
 from h5feed.jpeg import restart_segments
 from h5feed.store import (
     Columns,
+    FileReader,
     finalize,
     head_bytes,
     images_spec,
@@ -41,7 +43,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     count = len(images)
     spec = spec or image_spec(size=images[0].shape[:2])
     payloads = {"images": images}
-    fields = [spec]
+    specs = [spec]
     if spec.encoding == "jpeg":
         counts = np.diff(segment_offsets(kwargs["stored_shapes"])) // 2
         payloads["images/segments"] = kwargs.get("segments") or [
@@ -49,7 +51,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
         ]
     if "masks" in kwargs:
         payloads["masks"] = kwargs["masks"]
-        fields.append(kwargs.get("mask_spec") or masks_spec(spec))
+        specs.append(kwargs.get("mask_spec") or masks_spec(spec))
     sources = kwargs.get("source_shapes")
     if sources is None:
         sources = np.tile(np.int32([spec.height or 1, spec.width or 1]), (count, 1))
@@ -72,7 +74,7 @@ def write_packed(path, images, *, spec=None, labels=None, classes=("cat", "dög"
     shapes = {"images": kwargs.get("stored_shapes")}
     write_file(
         Path(path),
-        fields,
+        specs,
         columns,
         payloads,
         {"made": "by a test"},
@@ -146,39 +148,56 @@ def write_provenance(path, text):
 
 
 def write_set(folder, images, *, shards=3, seed=0, **kwargs):
-    """Pack `images` into a set of `shards` files and its index, in a random order.
-
-    Keyword arguments are those of `write_packed`, those of items with an entry for each.
-    """
+    """Pack `images` into a set, as `split_into_set` does; keyword arguments of `write_packed`."""
     folder.mkdir(exist_ok=True)
-    count = len(images)
-    order = np.random.default_rng(seed).permutation(count)
-    whole = write_packed(folder / "whole.h5", images, **kwargs)  # for keys and labels by item
-    index = read_index(whole)
+    whole = write_packed(folder / "whole.h5", images, **kwargs)
+    split_into_set(whole, folder, shards=shards, seed=seed)
     whole.unlink()
+    return folder
+
+
+def split_into_set(path, folder, *, shards=3, seed=0):
+    """Write the items of a packed file as a set of `shards` files, in a random order."""
+    folder.mkdir(exist_ok=True)
     names = []
-    for number, part in enumerate(np.array_split(order, shards)):
-        own = dict(kwargs, labels=index.labels[part], keys=[index.key(i) for i in part])
-        for name in ("source_shapes", "stored_shapes", "letterbox"):
-            if kwargs.get(name) is not None:
-                own[name] = kwargs[name][part]
-        for name in ("masks", "segments"):
-            if kwargs.get(name) is not None:
-                own[name] = [kwargs[name][i] for i in part]
-        if "further" in kwargs:
-            own["further"] = {n: values_of(v, part) for n, v in kwargs["further"].items()}
-        names.append(f"shard-{number:05}-of-{shards:05}.h5")
-        write_packed(
-            folder / names[-1], [images[i] for i in part], positions=part.astype(np.int64), **own
-        )
+    with FileReader(path) as file:
+        order = np.random.default_rng(seed).permutation(len(file.index))
+        for number, part in enumerate(np.array_split(order, shards)):
+            names.append(f"shard-{number:05}-of-{shards:05}.h5")
+            _write_items(folder / names[-1], file, part.astype(np.int64))
     write_index(folder, names, generation=1, plan={"made": "by a test"})
     return folder
 
 
-def values_of(values, part):
-    """Some items of a field, in any order."""
-    if values.offsets is None:
-        return FieldValues(type=values.type, data=values.data[part])
-    items = [bytes(values.item(i)) for i in part]
+def _write_items(path, file, part):
+    index = file.index
+    keys = [os.fsencode(index.key(i)) for i in part]
+    columns = replace(
+        Columns(**{f.name: getattr(index, f.name) for f in fields(Columns)}),
+        labels=index.labels[part],
+        key_bytes=np.frombuffer(b"".join(keys), np.uint8),
+        key_offsets=np.cumsum([0, *map(len, keys)], dtype=np.int64),
+        source_shapes=index.source_shapes[part],
+        crc32=index.crc32[part],
+        letterbox=None if index.letterbox is None else index.letterbox[part],
+        positions=part,
+    )
+    extents = index.extents.items()
+    write_file(
+        path,
+        [extent.spec for _, extent in extents],
+        columns,
+        {n: [file.read(*e.item_range(i)) for i in part] for n, e in index.pixel_parts.items()},
+        {"made": "by a test"},
+        shapes={n: None if e.shapes is None else e.shapes[part] for n, e in extents},
+        further={name: _values(file, extent, part) for name, extent in index.fields.items()},
+    )
+
+
+def _values(file, extent, part):
+    items = [file.read(*extent.item_range(i)) for i in part]
+    if extent.offsets is None:
+        data = np.frombuffer(b"".join(items), extent.type.dtype)
+        return FieldValues(type=extent.type, data=data.reshape(len(part), *extent.type.shape))
     offsets = np.cumsum([0, *map(len, items)], dtype=np.int64)
-    return FieldValues.of_bytes(values.type, b"".join(items), offsets)
+    return FieldValues.of_bytes(extent.type, b"".join(items), offsets)

@@ -3,7 +3,6 @@ import pytest
 
 from h5feed.feed.facts import channel_stats, class_counts, file_facts
 from h5feed.feed.files import PackedFiles
-from h5feed.store import read_index
 from packed import image_spec, random_images, write_packed
 
 
@@ -51,13 +50,13 @@ def test_class_counts(tmp_path, labels, classes, counts):
     kind = np.float32 if isinstance(labels[0], list) else np.int64
     images = random_images(3, (8, 8))
     path = write_packed(tmp_path / "a.h5", images, labels=np.array(labels, kind), classes=classes)
-    assert class_counts(read_index(path)) == counts
+    assert class_counts(PackedFiles([path])) == counts
 
 
 def test_facts_name_sizes_and_options(tmp_path):
     sources = np.int32([[30, 40], [50, 20], [70, 90]])
     path = write_packed(tmp_path / "a.h5", random_images(3, (8, 8)), source_shapes=sources)
-    facts = file_facts(read_index(path))
+    facts = file_facts(PackedFiles([path]))
     assert facts["items"] == 3
     assert facts["file_bytes"] == path.stat().st_size
     assert facts["source_height"] == {"min": 30, "median": 50, "max": 70}

@@ -89,14 +89,14 @@ def test_writable_items_of_several_files(shards):
 def announced(files, indices):
     """The (file, start, length) that `announce` tells the kernel, and what it returns."""
     told = []
-    for number, mapping in enumerate(files._mappings):
-        mapping.announce = lambda start, length, n=number: told.append((n, start, length))
+    for number, shard in enumerate(files._shards):
+        shard.mapping.announce = lambda start, length, n=number: told.append((n, start, length))
     return told, files.announce(indices)
 
 
 def test_neighbors_are_announced_together_in_the_order_of_need(shards):
     files = PackedFiles(shards[0])
-    start = [index.extents["images"].start for index in files.indexes]
+    start = files.index.addresses["images"].tolist()
     size = 32 * 32 * 3
     told, total = announced(files, [5, 6, 2, 3, 4, 0])
     assert told == [

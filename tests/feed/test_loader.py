@@ -94,7 +94,7 @@ def test_pixels_are_those_of_the_pipeline(tmp_path, kind):
             SeededDraws(3, 0, np.array([index])),
             stored,
             stored if kind == "crop" else files.source_shapes[[index]],
-            None if files.letterbox is None else files.letterbox[[index]],
+            files.rows("letterbox", np.array([index])) if files.has_letterbox else None,
         )
         out = np.empty((1, 16, 16, 3), np.uint8)
         image = files.item("images", index) if yuv else ds[index][0]

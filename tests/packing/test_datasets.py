@@ -76,7 +76,7 @@ def test_a_dataset_of_several_classes_an_item(out):
     pack(Pairs([(a, np.array(t)) for a, t in zip(arrays(), hot, strict=True)]), out, size=16)
     ds = H5Dataset(out)
     assert (ds.classes, ds.targets.dtype, ds.targets.tolist()) == (["even", "odd"], "f4", hot)
-    facts = file_facts(ds.files.indexes[0])
+    facts = file_facts(ds.files)
     assert facts["class_counts"] == {"even": 3, "odd": 2, "(none)": 2}
     assert (facts["targets"], facts["targets_per_item"]) == ([], None)
     assert ds.select(lambda columns: [name == ("odd",) for name in columns["class"]]).tolist() == [

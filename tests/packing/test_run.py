@@ -12,6 +12,7 @@ from PIL import Image
 
 from h5feed.errors import PackError, UsageError
 from h5feed.feed.facts import file_facts
+from h5feed.feed.files import PackedFiles
 from h5feed.jpeg import restart_segments
 from h5feed.packing import PackOptions, encode, journal, output, pack, workers
 from h5feed.packing.decode import decode_rgb
@@ -197,14 +198,14 @@ def test_the_names_of_targets_are_kept_and_told(folder, out, tmp_path):
     assert summary.targets == ("age", "y")
     assert "x.h5: 2 images, 2 targets (age, y), " in str(summary)
     assert provenance(out)["targets"] == provenance(out)["options"]["targets"] == ["age", "y"]
-    assert file_facts(read_index(out))["targets"] == ["age", "y"]
+    assert file_facts(PackedFiles([out]))["targets"] == ["age", "y"]
     with h5py.File(out) as file:
         assert file["labels"][:].tolist() == [[3, 0.5], [4, 1]]
     pairs = [(np.zeros((20, 30, 3), np.uint8), [1.0, 2])] * 6
     unnamed = pack(pairs, out, size=16, overwrite=True)
     assert unnamed.targets == ("0", "1")
     assert "targets" not in provenance(out)
-    assert file_facts(read_index(out))["targets"] == ["0", "1"]
+    assert file_facts(PackedFiles([out]))["targets"] == ["0", "1"]
 
 
 def test_progress_lists_what_is_skipped(folder, out, capsys):

@@ -178,7 +178,7 @@ class CropLoop(_Loop):
             return stored
         if self._encoding == "original":
             return decode_jpeg(data)  # may have to be turned: its size is not known before
-        height, width = self._packed.stored_shapes[index].tolist()
+        height, width = self._packed.row("shapes", index).tolist()
         return decode_jpeg(data, self._scratch(height * width * 3).reshape(height, width, 3))
 
     def _scratch(self, size: int) -> UInt8:

@@ -312,7 +312,7 @@ def write_small(file: Path, out: Path, threads: int) -> None:
 
 
 def _plain_labels(files: PackedFiles) -> npt.NDArray[Any] | None:
-    if files.labels.ndim == 1 and "masks" not in files.specs:
+    if not files.label_shape and "masks" not in files.specs:
         return files.labels
     return None
 

@@ -46,7 +46,6 @@ from h5feed.bench.rounds import Outcome, run
 from h5feed.errors import UsageError
 from h5feed.feed.files import PackedFiles
 from h5feed.packing.run import pack
-from h5feed.store.read import read_index
 from h5feed.train.config import ModelConfig, OptimConfig, SpeedConfig, TrainConfig, read_config
 from h5feed.train.data import Data
 from h5feed.train.loaders import Batch, SyntheticLoader, random_batch
@@ -102,7 +101,7 @@ def seconds_to_pack(file: Path, images: Path) -> float | None:
 
     None where the file was packed with options that a sample cannot repeat (a manifest, masks).
     """
-    index = read_index(file)
+    index = PackedFiles([file])
     options = dict(index.provenance.get("options", {}))
     if options.pop("manifest", None) or options.pop("masks", None) or not options:
         return None
@@ -120,7 +119,7 @@ def seconds_to_pack(file: Path, images: Path) -> float | None:
 
 def _repeatable(index: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The options as `pack` takes them, with the size that "auto" came to."""
-    spec = index.extents["images"].spec
+    spec = index.specs["images"]
     if spec.encoding != "original":
         options |= {"size": (spec.height, spec.width), "any_size": True}
     return options | {"background": tuple(options["background"])}
@@ -147,7 +146,7 @@ def _break_even(file: Path, options: CompareOptions, outcomes: list[Outcome]) ->
     seconds = seconds_to_pack(file, options.images)
     if seconds is None or today is None:
         return {}
-    count = len(read_index(file))
+    count = len(PackedFiles([file]))
     return {
         "pack_seconds": seconds,
         "break_even_epochs": {

@@ -15,7 +15,6 @@ from h5feed.feed.facts import ChannelStats, channel_stats, facts_in_words, file_
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.sheet import contact_sheet
 from h5feed.progress import Progress
-from h5feed.store import read_index
 from h5feed.text import printable_json, say
 
 __all__ = ["main"]
@@ -46,11 +45,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _show(command: _ShowOptions) -> None:
     _check(command)
+    # where nothing is decoded, images may be of any size
+    files = PackedFiles([command.file], **({} if command.stats else {"max_pixels": sys.maxsize}))
+    facts = file_facts(files)
     if command.stats:
-        files = PackedFiles([command.file]).reading()
-        facts = file_facts(files.indexes[0]) | {"channel_stats": asdict(_stats(files))}
-    else:  # nothing is decoded, so images may be of any size
-        facts = file_facts(read_index(command.file))
+        facts["channel_stats"] = asdict(_stats(files.reading()))
     if command.sheet is not None:
         _write_sheet(command, command.sheet)
         facts["sheet"] = str(command.sheet)

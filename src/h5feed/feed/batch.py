@@ -156,7 +156,7 @@ class BatchBuilder:
             values = self._value(self._named, indices, masks, self._moved(indices, params))
             return values if transform is None else transform_targets(values, transform, name)
         if not masks:
-            labels = torch.from_numpy(np.take(self.files.labels, indices, axis=0))
+            labels = torch.from_numpy(self.files.rows("labels", indices))
             labels = transform_targets(labels, transform, name, dtype)
             if params is not None and self.pipeline is not None:
                 labels = self.pipeline.mix_labels(params, labels)
@@ -210,7 +210,7 @@ class BatchBuilder:
         if name == "mask":
             return transform_targets(masks["masks"], None, str, self._target_dtype)
         if name == "label":
-            labels = torch.from_numpy(np.take(self.files.labels, indices, axis=0))
+            labels = torch.from_numpy(self.files.rows("labels", indices))
             return self._small(labels.to(self._target_dtype or labels.dtype))
         return self._each(field_batch(self.files, name, indices))
 

@@ -4,6 +4,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -323,7 +324,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         memory that is copied on write.
         """
         spec = self.files.specs["images"]
-        if spec.encoding != "raw" or not spec.is_fixed or len(self.files.paths) > 1:
+        if spec.encoding != "raw" or not spec.is_fixed or not self.files.is_single:
             raise UsageError(
                 f"images is one tensor only for a single file with store=raw and images of one "
                 f"size; {self.files.name} has store={spec.encoding}, fit={spec.fit}; use ds[i]"
@@ -361,12 +362,15 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         With `classes`, that has 1 for each of the K classes of an item of several.
         A list, made at the first use; it and the array are read-only.
         """
-        labels = self.files.labels
-        if labels.ndim == 1:
-            return self._once("targets", lambda: FixedList("targets", labels.tolist()))
-        fixed = labels.view()
-        fixed.flags.writeable = False
-        return fixed
+        if not self.files.label_shape:
+            return self._once("targets", lambda: FixedList("targets", self.files.labels.tolist()))
+
+        def make() -> npt.NDArray[Any]:
+            fixed: npt.NDArray[Any] = self.files.labels.view()
+            fixed.flags.writeable = False
+            return fixed
+
+        return self._once("targets", make)
 
     @property
     def samples(self) -> list[tuple[str, Any]]:
@@ -465,14 +469,14 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         """Return what reads one item's label, mask or further field."""
         if name in self.files.field_types:
             return field_value(self.files, name, self.output, self.aspect)
-        dtype, labels = self.target_dtype, self.files.labels
+        dtype, row = self.target_dtype, partial(self.files.row, "labels")
         if name == "mask":
             return mask_reader(self.files, output=self.output, aspect=self.aspect, dtype=dtype)
-        if labels.ndim == 2:
-            return lambda index: torch.tensor(labels[index], dtype=dtype)
+        if self.files.label_shape:
+            return lambda index: torch.tensor(row(index), dtype=dtype)
         if dtype is not None:
-            return lambda index: torch.tensor(labels.item(index), dtype=dtype)
-        return labels.item
+            return lambda index: torch.tensor(row(index).item(), dtype=dtype)
+        return self.files.labels.item if self.files.in_order else lambda index: row(index).item()
 
     def _load(self, path: str) -> Any:
         numbers = self._once("numbers", lambda: {p: i for i, (p, _) in enumerate(self.samples)})
@@ -529,7 +533,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         at = first_squeezed(self.files)
         if at is None:
             return None
-        spec, (height, width) = self.files.specs["images"], self.files.source_shapes[at]
+        spec, (height, width) = self.files.specs["images"], self.files.row("source_shapes", at)
         return (
             f"squeezed images: {self.files.name} has fit=stretch, which stores item {at} of "
             f"{height}x{width} as {spec.height}x{spec.width}; give "

@@ -365,11 +365,16 @@ def choose_resident(
 
 
 def _copy(files: PackedFiles, written: torch.Tensor) -> None:
-    """Copy the images of all files, one after another, into uint8 (bytes,)."""
-    at = 0
-    for file in files.wholes("images"):
-        source = readable(file.reshape(-1))
-        for begin in range(0, len(source), _PIECE):
-            piece = source[begin : begin + _PIECE]
-            written[at : at + len(piece)].copy_(piece)
+    """Copy the images of all files, in the items' order, into uint8 (bytes,)."""
+    size = files.specs["images"].item_bytes
+    rows, step, at = written.view(-1, size), max(1, _PIECE // size), 0
+    for file, items in files.wholes("images"):
+        source = readable(file.reshape(-1)).view(-1, size)
+        for begin in range(0, len(source), step):
+            piece = source[begin : begin + step]
+            if files.in_order:
+                rows[at : at + len(piece)].copy_(piece)
+            else:
+                where = torch.from_numpy(items[begin : begin + step]).to(rows.device)
+                rows.index_copy_(0, where, piece.to(rows.device))
             at += len(piece)

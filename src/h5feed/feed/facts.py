@@ -10,7 +10,6 @@ import numpy as np
 
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.image import image_reader
-from h5feed.store import FileIndex
 from h5feed.system import available_cores
 from h5feed.text import counted, counted_labels, printable, printable_json
 
@@ -59,25 +58,25 @@ def channel_stats(
     return ChannelStats(mean=_triple(mean / 255), std=_triple(std / 255), images=count)
 
 
-def class_counts(index: FileIndex) -> dict[str, int]:
+def class_counts(files: PackedFiles) -> dict[str, int]:
     """Items of each class by name; "(none)" counts label −1, "(targets)" float targets.
 
     An item of several classes counts for each.
     """
-    if index.labels.ndim == 2 and not index.classes:
-        return {"(targets)": len(index)}
-    if index.labels.ndim == 2:
-        has = index.labels > 0
+    if files.label_shape and not files.classes:
+        return {"(targets)": len(files)}
+    if files.label_shape:
+        has = files.labels > 0
         by_label = dict(enumerate(has.sum(axis=0).tolist()))
         none = int((~has.any(axis=1)).sum())
     else:
         # Not bincount: without classes a single label may be 10⁹.
-        labels, counts = (array.tolist() for array in np.unique(index.labels, return_counts=True))
+        labels, counts = (array.tolist() for array in np.unique(files.labels, return_counts=True))
         by_label = dict(zip(labels, counts, strict=True))
         none = by_label.pop(-1, 0)
     found: dict[str, int] = {}
-    if index.classes:
-        for label, name in enumerate(index.classes):
+    if files.classes:
+        for label, name in enumerate(files.classes):
             # ImageNet has two cranes, and two maillots.
             name = f"{name} (class {label})" if name in found else name
             found[name] = by_label.get(label, 0)
@@ -86,36 +85,38 @@ def class_counts(index: FileIndex) -> dict[str, int]:
     return found | ({"(none)": none} if none else {})
 
 
-def target_names(index: FileIndex) -> list[str]:
+def target_names(files: PackedFiles) -> list[str]:
     """Return the names of float targets, as packing noted them; their numbers where it did not."""
-    if index.labels.ndim == 1 or index.classes:
+    if not files.label_shape or files.classes:
         return []
-    count = index.labels.shape[1]
-    noted = index.provenance.get("targets")
+    (count,) = files.label_shape
+    noted = files.provenance.get("targets")
     if isinstance(noted, list) and len(noted) == count:
         return [str(name) for name in noted]
     return [str(number) for number in range(count)]
 
 
-def file_facts(index: FileIndex) -> dict[str, Any]:
-    """Return what `show-h5` tells of a file, as JSON values."""
-    sides = index.source_shapes
+def file_facts(files: PackedFiles) -> dict[str, Any]:
+    """Return what `show-h5` tells of a file or a set, as JSON values."""
+    sides = files.source_shapes
     return {
-        "path": index.path,
-        "items": len(index),
-        "file_bytes": index.size,
-        "classes": len(index.classes),
-        "class_counts": class_counts(index),
-        "targets_per_item": len(target_names(index)) or None,
-        "targets": target_names(index),
+        "path": files.name,
+        "items": len(files),
+        "file_bytes": int(files.index.sizes.sum()),
+        "classes": len(files.classes),
+        "class_counts": class_counts(files),
+        "targets_per_item": len(target_names(files)) or None,
+        "targets": target_names(files),
+        "shards": len(files.index.paths) if files.index.path else None,
+        "generation": files.index.generation if files.index.path else None,
         "fields": {
-            name: extent.spec.attributes() | {"bytes": extent.nbytes}
-            for name, extent in index.extents.items()
+            name: spec.attributes() | {"bytes": int(files.index.lengths[name].sum())}
+            for name, spec in files.specs.items()
         },
         "source_height": _spread(sides[:, 0]),
         "source_width": _spread(sides[:, 1]),
-        "provenance": index.provenance,
-        "fingerprint": index.fingerprint,
+        "provenance": files.provenance,
+        "fingerprint": files.fingerprint,
     }
 
 

@@ -80,8 +80,7 @@ class FieldColumn(Sequence[Any]):
                 f"field {self.name!r} of {self._files.name} is {self.type.kind}, not one array: "
                 f"take fields[{self.name!r}][i]"
             )
-        parts = self._files.fixed_fields(self.name)
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        whole = self._files.fixed_field(self.name)
         return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
 
     def __repr__(self) -> str:
@@ -276,7 +275,7 @@ def _moved_view(
     params: Params,
     view: int,
 ) -> dict[str, list[Tensor]]:
-    sizes = files.stored_shapes[indices].astype(np.int64)
+    sizes = files.rows("shapes", indices).astype(np.int64)
     left: dict[str, NDArray[np.bool_]] = {}
 
     def together(name: str) -> tuple[NDArray[Any], Indices]:
@@ -317,8 +316,4 @@ def field_batch(
     kind = files.field_types[name]
     if not kind.is_fixed:
         return [field_value(files, name, "tensor", "stored")(index) for index in indices.tolist()]
-    parts = files.fixed_fields(name)
-    if len(parts) == 1:
-        return torch.from_numpy(np.take(parts[0], indices, axis=0))
-    rows = [parts[number][local] for number, local in map(files.locate, indices.tolist())]
-    return torch.from_numpy(np.asarray(rows))
+    return torch.from_numpy(files.fixed_field(name, indices))

@@ -143,13 +143,13 @@ def image_place(
     files: PackedFiles, index: int, aspect: Aspect
 ) -> tuple[tuple[int, int], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return (height, width) of an image, and scale and shift of (x, y) from where it is stored."""
-    height, width = files.stored_shapes[index].tolist()
+    height, width = files.row("shapes", index).tolist()
     spec, size, shift = files.specs["images"], (height, width), (0, 0)
-    if aspect == "source" and files.letterbox is not None:
-        top, left, height, width = files.letterbox[index].tolist()
+    if aspect == "source" and files.has_letterbox:
+        top, left, height, width = files.row("letterbox", index).tolist()
         size, shift = (height, width), (-left, -top)
     elif aspect == "source" and spec.fit == "stretch" and spec.encoding != "original":
-        size = source_size(size, tuple(files.source_shapes[index].tolist()))
+        size = source_size(size, tuple(files.row("source_shapes", index).tolist()))
     scale = np.array([size[1] / width, size[0] / height], np.float32)
     return size, scale, np.array(shift, np.float32)
 
@@ -163,7 +163,8 @@ def first_squeezed(files: PackedFiles) -> int | None:
     if spec.fit != "stretch" or spec.encoding == "original":
         return None
     for begin in range(0, len(files), _AT_ONCE):
-        source = files.source_shapes[begin : begin + _AT_ONCE].astype(np.int64)
+        some = np.arange(begin, min(begin + _AT_ONCE, len(files)))
+        source = files.rows("source_shapes", some).astype(np.int64)
         stored = np.broadcast_to(np.array([spec.height, spec.width], np.int64), source.shape)
         shapes = Shapes.stored(stored, source, None)
         squeezed = (shapes.true != shapes.actual).any(axis=1)
@@ -204,7 +205,6 @@ class JpegItems:
         self._files = files
         self._field = field
         self._encoded = files.specs[field].encoding == "jpeg"
-        self._shapes = files.stored_shapes
         self._known: dict[bytes, _Header] = {}
         self._length = 0  # of the header met last
 
@@ -213,7 +213,7 @@ class JpegItems:
         data = self._files.item(self._field, index)
         if self._encoded:
             self._checked(index, data)
-            return decode_strictly(data, _of_size(out, self._shapes[index].tolist()))
+            return decode_strictly(data, _of_size(out, self._files.row("shapes", index).tolist()))
         content = data.tobytes()
         header = read_header(content)
         self._check_size(index, header.rotated_shape)
@@ -230,7 +230,7 @@ class JpegItems:
         """
         if not self._encoded:
             for index in indices.tolist():
-                height, width = self._shapes[index].tolist()
+                height, width = self._files.row("shapes", index).tolist()
                 out = scratch(height * width * 3).reshape(height, width, 3)
                 try:
                     yield self.decode(index, out), 0, 0
@@ -300,7 +300,7 @@ class JpegItems:
         return header, start  # another thread may have cleared what is known
 
     def _check_size(self, index: int, found: tuple[int, int]) -> None:
-        height, width = self._shapes[index].tolist()
+        height, width = self._files.row("shapes", index).tolist()
         if found != (height, width):
             what = f"{found[0]}x{found[1]}, and the packed file says {height}x{width}"
             raise ValueError(f"its header says {what}")
@@ -318,23 +318,21 @@ def _true_proportions(
 ) -> Callable[[int], U8]:
     """Undo what fitting did to the proportions: stretched is resized, padded is cut out."""
     spec = files.specs[field]
-    if spec.fit == "pad" and files.letterbox is not None:
-        boxes = files.letterbox
+    if spec.fit == "pad" and files.has_letterbox:
 
         def cut(index: int) -> U8:
-            top, left, height, width = boxes[index].tolist()
+            top, left, height, width = files.row("letterbox", index).tolist()
             return read(index)[top : top + height, left : left + width]
 
         return cut
     if spec.fit != "stretch" or spec.encoding == "original":
         return read
-    shapes = files.source_shapes
     # Only ever enlarges, so plain bilinear is what an antialiased one would give.
     filter_ = cv2.INTER_NEAREST_EXACT if spec.interpolation == "nearest" else cv2.INTER_LINEAR
 
     def resize(index: int) -> U8:
         stored = read(index)
-        size = source_size(stored.shape[:2], tuple(shapes[index].tolist()))
+        size = source_size(stored.shape[:2], tuple(files.row("source_shapes", index).tolist()))
         if size == stored.shape[:2]:
             return stored
         resized = np.empty((*size, stored.shape[2]), np.uint8)

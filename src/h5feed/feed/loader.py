@@ -116,7 +116,9 @@ class PackedLoader(DataLoaderFacts, ABC):
         self._tail: Tail = tail
         check_ranks(rank, world_size)
         self._given_ranks = rank, world_size
-        labels = self._files.labels
+        if weights is not None:
+            labels = self._files.labels
+            weights = choose_weights(weights, labels if items is None else labels[items])
         self._order = SampleOrder(
             len(dataset),
             shuffle=shuffle,
@@ -126,7 +128,7 @@ class PackedLoader(DataLoaderFacts, ABC):
             window=window,
             streams=streams,
             shards=self._files.shards,
-            weights=choose_weights(weights, labels if items is None else labels[items]),
+            weights=weights,
             repeats=repeats,
             items=items,
         )

@@ -165,7 +165,7 @@ class ShardShuffle:
         mixed = low + permute_each(row - low, self._windows[window + 1] - low, keys)
         shard = np.searchsorted(self._starts, mixed, side="right") - 1
         stored: I64 = self._stored[shard] + (mixed - self._starts[shard])
-        return stored if self._items is None else self._items[stored]
+        return stored if self._items is None else self._items[stored].astype(np.int64, copy=False)
 
     def draw_keys(self, positions: I64, indices: I64) -> I64:
         """Return `indices`."""

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from h5feed.errors import H5FeedError, UsageError
 from h5feed.feed.rows import Damage, Field, fill_rows, make_fields
+from h5feed.store.layout import MAX_SIDE
 from h5feed.system import die_with, exit_reason
 
 if TYPE_CHECKING:
@@ -106,9 +107,8 @@ class WorkerSetup(NamedTuple):
         """Return what fills the rows, and import beforehand what that will need."""
         files = self.files.reading() if self.reads else self.files
         if self.pipeline is not None:
-            sizes = files.stored_shapes
-            largest = sizes[:1] if sizes.strides[0] == 0 else sizes.max(axis=0)[None]
-            if self.pipeline.may_antialias(tuple(largest[0].tolist())):
+            size = files.specs["images"].common_size or (MAX_SIDE, MAX_SIDE)
+            if self.pipeline.may_antialias(size):
                 import torch  # noqa: F401 - its kernel; once, before the workers are forked
         return make_fields(files, self.pipeline, self.names, on_device=self.on_device)
 

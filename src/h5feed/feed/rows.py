@@ -154,9 +154,10 @@ class WholeItems(Field):
 
     def __init__(self, files: PackedFiles, name: str) -> None:
         super().__init__(files, name)
-        one = len(files.paths) == 1 and files.mapped
+        one = files.is_single and files.mapped
         self._all = files.whole(name) if one else None
         self.least = _least(files.specs[name].item_bytes)
+        self._together = files.mapped and self.least > 1
 
     def fill(self, indices: Indices, params: Params | None, k0: int, views: Sequence[Rows]) -> None:
         """Copy the items' bytes."""
@@ -165,9 +166,11 @@ class WholeItems(Field):
             if self._all is not None:
                 # mode="raise" would go through a copy of its own; the indices are checked.
                 np.take(self._all, indices, axis=0, out=rows, mode="clip")
+            elif self._together:
+                self.files.copy_whole(self.name, indices, rows)
             else:
-                for row, index in zip(rows, indices.tolist(), strict=True):
-                    np.copyto(row, self.files.item(self.name, index))
+                for row, item in zip(rows, self.files.items(self.name, indices), strict=True):
+                    np.copyto(row, item)
 
 
 class Decoded(Field):
@@ -198,12 +201,14 @@ class Augmented(Field):
         self._pipeline = pipeline
         self._is_mask = spec.channels == 1
         # One array of one size: the pipeline can take small images many at a time.
-        one = len(files.paths) == 1 and files.mapped
-        fixed = one and spec.is_fixed and spec.channels == 3
-        self._all = files.whole(name) if fixed else None
+        fixed = files.mapped and spec.is_fixed and spec.channels == 3
+        self._all = files.whole(name) if fixed and files.is_single else None
+        self._shape = spec.item_shape(spec.height, spec.width)
         self._together = max(1, _TOGETHER // spec.item_bytes) if spec.is_fixed else 1
         if fixed and pipeline.only_crops:
             self.least = _least(spec.item_bytes)
+        # small ones of several files are copied first, to be one array as well
+        self._gathers = fixed and self._all is None and self.least > 1
 
     def fill(self, indices: Indices, params: Params | None, k0: int, views: Sequence[Rows]) -> None:
         """Run the kernel on views of the file."""
@@ -219,7 +224,12 @@ class Augmented(Field):
         if self._all is not None:
             self._pipeline.run_fixed(params, k0, self._all, indices, rows, view=view)
             return
-        items = (self.files.item(self.name, index) for index in indices.tolist())
+        if self._gathers:
+            field = np.empty((len(indices), *self._shape), np.uint8)
+            self.files.copy_whole(self.name, indices, field)
+            self._pipeline.run_fixed(params, k0, field, np.arange(len(field)), rows, view=view)
+            return
+        items = self.files.items(self.name, indices)
         if self._is_mask:
             self._pipeline.run_mask(params, k0, list(items), rows, view=view)
             return

@@ -115,7 +115,7 @@ def _cell(files: PackedFiles, index: int, height: int, width: int) -> _Cell:
         drawn = _image(files, "masks", index).resize(size, Image.Resampling.NEAREST)
         mask, caption = np.asarray(drawn), Path(files.key(index)).name
         return _Cell(overlay_mask(image, mask), caption, frozenset(np.unique(mask).tolist()))
-    target = files.labels[index].tolist()
+    target = files.row("labels", index).tolist()
     if "caption" in files.field_types:
         caption = str(FieldColumn(files, "caption").read(index))
     elif target == -1 and files.field_types:

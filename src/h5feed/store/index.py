@@ -49,7 +49,6 @@ from h5feed.store.layout import (
     FileIndex,
     Int32,
     Int64,
-    SegmentsExtent,
     UInt8,
     canonical_json,
     images_spec,
@@ -60,7 +59,7 @@ from h5feed.store.layout import (
 from h5feed.store.read import MappedBytes, OpenFile, map_file, open_validated, read_index
 from h5feed.store.write import MemoryFile, add_extent, attribute_value, between, new_group
 
-__all__ = ["INDEX_NAME", "SetIndex", "check_alike", "listed_index", "open_index", "write_index"]
+__all__ = ["INDEX_NAME", "SetIndex", "is_set", "listed_index", "open_index", "write_index"]
 
 INDEX_NAME = "index.h5"
 """The name of a set's index, beside its shards."""
@@ -165,25 +164,16 @@ class SetIndex:
         )
 
     def extents(self, shard: int) -> dict[str, Extent]:
-        """Return where the pixel fields of one shard lie."""
+        """Return where the pixel fields of one shard lie, but for restart segments."""
         count, made = self.count(shard), {}
         for name, spec in self.specs.items():
             start = int(self.addresses[name][shard])
-            if spec.is_fixed:
-                made[name] = Extent(spec=spec, start=start, count=count, offsets=None, shapes=None)
-                continue
-            shapes = self._shapes(shard)
-            segments, part = None, f"{name}/{SEGMENTS}"
-            if part in self.addresses:
-                ends = segment_offsets(shapes)
-                segments = SegmentsExtent(start=int(self.addresses[part][shard]), offsets=ends)
             made[name] = Extent(
                 spec=spec,
                 start=start,
                 count=count,
-                offsets=self.rows(name, shard),
-                shapes=shapes,
-                segments=segments,
+                offsets=None if spec.is_fixed else self.rows(name, shard),
+                shapes=None if spec.is_fixed else self._shapes(shard),
             )
         return made
 
@@ -237,12 +227,10 @@ class SetIndex:
                 check_offsets(gate, f"/{part}/offsets", offsets, int(lengths[shard]))
         check_items(gate, items, extents)
         check_further(gate, further)
-        segments = extents[IMAGES].segments
-        if segments is not None:
-            part = f"{IMAGES}/{SEGMENTS}"
-            kept = self.rows(part, shard) if part in self.columns else segments.offsets
-            if segments.nbytes != self.lengths[part][shard] or (kept != segments.offsets).any():
-                raise gate.refuse(f"/{part} does not agree with the sizes of images")
+        if (part := f"{IMAGES}/{SEGMENTS}") in self.columns and not np.array_equal(
+            self.rows(part, shard), segment_offsets(self._shapes(shard))
+        ):
+            raise gate.refuse(f"/{part} does not agree with the sizes of images")
         areas = _areas(self._shapes(shard)) if self.specs[IMAGES].common_size is None else None
         if areas is not None and areas.max() > _areas(self.largest)[shard]:
             raise gate.refuse("/shapes has an image larger than the largest")
@@ -358,7 +346,7 @@ def _joined(files: Sequence[SetIndex]) -> SetIndex:
     first = files[0]
     if len(files) == 1:
         return first
-    check_alike(files)
+    _check_alike(files)
     fingerprints = tuple(one.fingerprint for one in files)
     return replace(
         first,
@@ -445,7 +433,7 @@ def _columns_of(
     return found
 
 
-def check_alike(files: Sequence[SetIndex]) -> None:
+def _check_alike(files: Sequence[SetIndex]) -> None:
     """Refuse files that were not packed alike: a dataset has one set of fields and classes.
 
     The classes of one may go on after those of another. Raises UsageError, naming the first two
@@ -709,6 +697,11 @@ def _reserve(
         data = add_extent(group, name, shape, kind)
         places[path] = (data.id.get_offset() or 0, data.id.get_storage_size())
     return places
+
+
+def is_set(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a folder that has the index of a set."""
+    return Path(path, INDEX_NAME).is_file()
 
 
 def open_index(path: str | os.PathLike[str]) -> SetIndex:

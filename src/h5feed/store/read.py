@@ -333,9 +333,9 @@ class MappedFile(MappedBytes):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open `path`, as `FileReader` does, and map that very file."""
-        file = FileReader(path)
-        self.index = file.index
-        super().__init__(file)
+        absolute = Path(path).absolute()
+        fd, self.index = open_validated(absolute, validated_index)
+        super().__init__(OpenFile(absolute, fd))
 
 
 def _field(data: UInt8, extent: Extent) -> UInt8:

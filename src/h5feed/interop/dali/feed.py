@@ -195,7 +195,7 @@ class Feed:
         blank = set(np.flatnonzero(marks < 0).tolist())
         made = self._graph.feed(indices, params, blank)
         made += self._masks(indices, params)
-        labels = self._files.labels[indices]
+        labels = self._files.rows("labels", indices)
         made.append(labels if labels.ndim == 2 else labels[:, None])
         return [*made, marks] if self._graph.with_index else made
 

@@ -79,7 +79,7 @@ def make_graph(
         make_steps(pipeline.ops, pipeline.plan),
         pipeline.views,
         tuple(spec.name for spec in files.specs.values() if spec.channels == 1),
-        Port("INT64" if files.labels.ndim == 1 else "FLOAT", 1),
+        Port("INT64" if not files.label_shape else "FLOAT", 1),
         with_index,
     )
 
@@ -255,7 +255,7 @@ class _JpegFiles(ImageInput):
 
     def _black(self, index: int) -> NDArray[np.uint8]:
         """Return a file of the item's size, for a row that is not going to be delivered."""
-        black = np.zeros((*self._files.stored_shapes[index], 3), np.uint8)
+        black = np.zeros((*self._files.row("shapes", index), 3), np.uint8)
         return np.frombuffer(encode_jpeg(black, 50), np.uint8)
 
 

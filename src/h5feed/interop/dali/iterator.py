@@ -175,7 +175,7 @@ class OutputConverter:
         if transform is None:
             labels = labels[:, 0] if labels.dtype == torch.int64 else labels
             return transform_targets(labels, None, name, dtype)
-        labels = torch.from_numpy(self._files.labels[indices.numpy()])
+        labels = torch.from_numpy(self._files.rows("labels", indices.numpy()))
         made = transform_targets(labels, transform, name, dtype)
         return made.to(self._device) if isinstance(made, torch.Tensor) else made
 
