@@ -10,7 +10,7 @@ from PIL import Image
 
 from h5feed.cli import check, show
 from h5feed.store import read_index
-from packed import image_spec, random_images, write_packed, write_provenance
+from packed import image_spec, random_images, write_packed, write_provenance, write_set
 
 
 @pytest.fixture
@@ -180,13 +180,30 @@ def test_a_file_that_cannot_be_opened_is_one_sentence(tmp_path, capsys, command)
         (tmp_path / "none.h5", "does not exist"),
         (tmp_path / "none" / "a.h5", "does not exist"),
         (locked / "a.h5", "does not exist: a part of this path is a file"),
-        (tmp_path, "is a folder: give a file"),
         (locked, "may not be opened: permission denied"),
     ):
         if path == locked and os.access(locked, os.R_OK):
             continue  # root opens everything
         assert command.main([str(path)]) == 1
         assert capsys.readouterr().err == f"{name}: {path} {said}\n"
+    assert command.main([str(tmp_path)]) == 1
+    assert f"{name}: {tmp_path}: no set, for it has no index.h5" in capsys.readouterr().err
+
+
+def test_a_set_is_shown_and_checked(tmp_path, capsys):
+    folder = write_set(tmp_path / "set", random_images(12))
+    assert show.main([str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["shards"], facts["generation"], facts["items"]) == (3, 1, 12)
+    assert facts["class_counts"] == {"cat": 6, "dög": 6}
+    assert show.main([str(folder), "--stats", "--sheet", str(tmp_path / "sheet.png")]) == 0
+    shown = capsys.readouterr().out
+    assert "12 items, 2 classes, 0.1 MB on disk in 3 shards (generation 1)" in shown
+    assert check.main([str(folder)]) == 0
+    assert "set: sound (12 items in 3 shards, 0.0 MB)" in capsys.readouterr().out
+    next(folder.glob("shard-*")).unlink()
+    assert check.main([str(folder), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["sound"] is False
 
 
 @pytest.mark.parametrize("args", [[], ["--json"]])

@@ -235,13 +235,20 @@ def test_choose_nodes(monkeypatch):
 COUNT = 1_000_000
 
 
-def files(fit, *, letterbox=None):
+def files(fit):
     """A million images of one stored size, as far as parameters need to know them."""
     stored = np.broadcast_to(np.int32([32, 32]), (COUNT, 2))
     source = np.tile(np.int32([60, 80]), (COUNT, 1))
-    specs = {"images": SimpleNamespace(fit=fit)}
+    columns = {"shapes": stored, "source_shapes": source}
     return SimpleNamespace(
-        stored_shapes=stored, source_shapes=source, specs=specs, letterbox=letterbox
+        specs={"images": SimpleNamespace(fit=fit)},
+        has_letterbox=False,
+        columns=columns,
+        rows=lambda name, indices: (
+            np.take(columns[name], indices, axis=0)
+            if name == "source_shapes"
+            else columns[name][: len(indices)]
+        ),
     )
 
 
@@ -265,7 +272,7 @@ def test_a_batch_of_parameters_costs_no_more_memory_in_a_large_set(fit):
 
 def test_parameters_of_more_samples_than_there_are_images():
     few = files("stretch")
-    few.stored_shapes, few.source_shapes = few.stored_shapes[:3], few.source_shapes[:3]
+    few.columns["source_shapes"] = few.columns["source_shapes"][:3]
     indices = np.array([2, 0, 1] * 5)
     assert len(draw(few, indices)()) == 15
 
@@ -273,7 +280,7 @@ def test_parameters_of_more_samples_than_there_are_images():
 def test_each_sample_has_its_own_sizes():
     """A tall image's crops are squeezed otherwise than a wide one's."""
     mixed = files("stretch")
-    mixed.source_shapes[::2] = 80, 60
+    mixed.columns["source_shapes"][::2] = 80, 60
     rows = draw(mixed, np.arange(2000))().views[0][0]
     tall, wide = rows[::2, 2:4].mean(axis=0), rows[1::2, 2:4].mean(axis=0)
     assert tall[0] < tall[1]

@@ -1,11 +1,14 @@
 import errno
+import json
 import os
+import shutil
 
+import h5py
 import numpy as np
 import pytest
 
-from h5feed.store import check_file, read_index
-from packed import image_spec, random_images, write_packed
+from h5feed.store import check_file, check_set, read_index
+from packed import further_fields, image_spec, random_images, write_packed, write_set
 
 
 @pytest.fixture
@@ -134,3 +137,38 @@ def test_an_item_is_read_in_pieces(packed, monkeypatch):
     assert check_file(packed).is_sound
     flip(packed, read_index(packed).extents["images"].item_range(5)[0] + 8)
     assert [d.index for d in check_file(packed).damaged] == [5]
+
+
+def test_a_set_is_checked_shard_by_shard(tmp_path):
+    folder = write_set(tmp_path / "set", random_images(12), further=further_fields(12))
+    told = []
+    report = check_set(folder, progress=lambda done, total: told.append((done, total)))
+    assert report.is_sound
+    assert str(report).endswith("set: sound (12 items in 3 shards, 0.0 MB)")
+    assert told == [(4, 12), (8, 12), (12, 12)]
+    names = sorted(path.name for path in folder.glob("shard-*"))
+    (folder / names[0]).unlink()
+    start, _ = read_index(folder / names[1]).extents["images"].item_range(2)
+    with (folder / names[1]).open("r+b") as file:
+        file.seek(start)
+        file.write(b"wrong")
+    report = check_set(folder)
+    assert not report.is_sound
+    assert "2 of 8 items in 3 shards" in str(report)
+    assert f"{names[0]}: this shard of the set is missing" in str(report)
+    assert f"{names[1]}: 1 damaged of 4 items" in str(report)
+    assert [shard["sound"] for shard in json.loads(report.to_json())["shards"]] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_an_index_that_says_something_else_of_a_shard_is_told(tmp_path):
+    folder = write_set(tmp_path / "set", random_images(12))
+    shutil.copy(folder / "index.h5", tmp_path / "kept.h5")
+    with h5py.File(folder / "index.h5", "r+") as file:
+        file["labels"][0] ^= 1
+    assert "column labels is damaged" in str(check_set(folder))
+    (folder / "index.h5").write_bytes(b"no index")
+    assert "refused: " in str(check_set(folder))

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import tracemalloc
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -256,3 +258,40 @@ def test_a_shard_cut_short_and_one_of_another_version_are_told(folder):
         file.write(b"more")
     with pytest.raises(H5FormatError, match=r"shard-00001.*format_version=2, and this h5feed"):
         index.open_shard(1)
+
+
+def write_sparse_index(folder, shard, shards, items):
+    """An index of many shards, of none of which is more there than a name; columns are holes."""
+    from h5feed.store import index as module
+
+    one = module._one_index(read_index(shard))
+    size = one.item_bytes("images")
+    tables = replace(
+        one,
+        paths=tuple(f"{folder}/shard-{n:05}-of-{shards:05}.h5" for n in range(shards)),
+        fingerprints=one.fingerprints * shards,
+        starts=np.arange(shards + 1) * items,
+        sizes=np.full(shards, int(one.addresses["images"][0]) + items * size),
+        seals=np.full(shards, 100),
+        addresses={"images": np.repeat(one.addresses["images"], shards)},
+        lengths={"images": np.full(shards, items * size)},
+        largest=np.repeat(one.largest, shards, axis=0),
+        key_starts=np.arange(shards + 1) * items * 25,
+    )
+    module._write(folder / INDEX_NAME, tables, iter(()), {})
+
+
+def test_opening_reads_nothing_that_has_a_row_for_each_item(tmp_path):
+    """A hundred million items: 7 GB of index, of which a few MB are there."""
+    shard = write_packed(tmp_path / "one.h5", random_images(1, (4, 4)))
+    write_sparse_index(tmp_path, shard, shards=1000, items=100_000)
+    tracemalloc.start()
+    try:
+        index = open_index(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+    assert (len(index), len(index.paths)) == (100_000_000, 1000)
+    assert index.columns["labels"].shape == (100_000_000,)
+    bytes_an_item = os.stat(tmp_path / INDEX_NAME).st_size / len(index)
+    assert 60 < bytes_an_item < 80  # with keys of 25 bytes

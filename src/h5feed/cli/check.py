@@ -1,4 +1,4 @@
-"""check-h5: is every bit of a packed file what was written."""
+"""check-h5: is every bit of a packed file, or of a set, what was written."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import tyro
 
 from h5feed.cli._common import DONE, FAILED, run_command
 from h5feed.progress import Progress
-from h5feed.store import check_file
+from h5feed.store import CheckReport, SetReport, check_file, check_set
 from h5feed.text import say
 
 __all__ = ["main"]
@@ -18,10 +18,10 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class _CheckOptions:
-    """Check every structure and checksum of a packed file; exit status 1 when it is damaged."""
+    """Check every structure and checksum of a file or set; exit status 1 when it is damaged."""
 
     file: tyro.conf.Positional[Path]
-    """The file to check."""
+    """The file to check, or the folder of a set."""
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -40,7 +40,8 @@ def _check(command: _CheckOptions) -> int:
             bar = bar or stack.enter_context(Progress(total, "checking"))
             bar.advance(done - bar.done)
 
-        report = check_file(command.file, progress=show)
+        check = check_set if command.file.is_dir() else check_file
+        report: CheckReport | SetReport = check(command.file, progress=show)
     say(report.to_json() if command.json else str(report))
     return DONE if report.is_sound else FAILED
 

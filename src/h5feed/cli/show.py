@@ -22,10 +22,10 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class _ShowOptions:
-    """Show what a packed file holds."""
+    """Show what a packed file or a set holds."""
 
     file: tyro.conf.Positional[Path]
-    """The file to show."""
+    """The file to show, or the folder of a set."""
     sheet: Path | None = None
     """Write a contact sheet (PNG) with class names, true proportions restored."""
     images: int = 48

@@ -155,7 +155,7 @@ def facts_in_words(facts: dict[str, Any], *, classes: int) -> str:
         printable(facts["path"]),
         f"  {counted(facts['items'], 'item')}, "
         + printable(counted_labels(facts["classes"], facts["targets"]), _LONGEST_OPTIONS)
-        + f", {facts['file_bytes'] / 1e6:,.1f} MB on disk",
+        + f", {facts['file_bytes'] / 1e6:,.1f} MB on disk{_shards(facts)}",
     ]
     for name, field in facts["fields"].items():
         lines.append(f"  /{name}: {printable(_field_text(field))}, {field['bytes'] / 1e6:,.1f} MB")
@@ -171,6 +171,12 @@ def facts_in_words(facts: dict[str, Any], *, classes: int) -> str:
     if (stats := facts.get("channel_stats")) is not None:
         lines.append(f"  mean {_channels(stats['mean'])}, std {_channels(stats['std'])} (0 to 1)")
     return "\n".join(lines + _histogram(facts["class_counts"], classes))
+
+
+def _shards(facts: dict[str, Any]) -> str:
+    if facts["shards"] is None:
+        return ""
+    return f" in {counted(facts['shards'], 'shard')} (generation {facts['generation']})"
 
 
 def _field_text(field: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What a packed file is. The only room that imports h5py."""
 
-from h5feed.store.check import CheckReport, DamagedItem, check_file
+from h5feed.store.check import CheckReport, DamagedItem, SetReport, check_file, check_set
 from h5feed.store.fields import FieldExtent, FieldType, FieldValues
 from h5feed.store.index import (
     INDEX_NAME,
@@ -45,7 +45,9 @@ __all__ = [
     "MappedFile",
     "SegmentsExtent",
     "SetIndex",
+    "SetReport",
     "check_file",
+    "check_set",
     "finalize",
     "head_bytes",
     "images_spec",

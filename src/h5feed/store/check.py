@@ -1,4 +1,4 @@
-"""Prove a packed file: every structure, and the checksum of every item."""
+"""Prove a packed file, or a set of them: every structure, and the checksum of every item."""
 
 import os
 import zlib
@@ -9,12 +9,13 @@ from functools import partial
 
 from h5feed.errors import H5FormatError
 from h5feed.jpeg import restart_segments
+from h5feed.store.index import SetIndex, is_set, open_index
 from h5feed.store.layout import IMAGES
-from h5feed.store.read import FileReader
+from h5feed.store.read import FileReader, read_index
 from h5feed.system import available_cores
 from h5feed.text import counted, printable, printable_json
 
-__all__ = ["CheckReport", "DamagedItem", "check_file"]
+__all__ = ["CheckReport", "DamagedItem", "SetReport", "check_file", "check_set"]
 
 _BLOCK = 256  # items a thread checks at a time; crc32 releases the interpreter lock
 _LONGEST = 300  # characters of a key that are printed
@@ -66,15 +67,98 @@ class CheckReport:
         return "\n".join([said, *map(str, self.damaged)])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetReport:
+    """What `check_set` found."""
+
+    path: str
+    error: str | None
+    """Why the index was refused, or None."""
+    shards: tuple[CheckReport, ...]
+    """Of each shard; its error may be that the index says something else of it."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing at all was found."""
+        return self.error is None and all(shard.is_sound for shard in self.shards)
+
+    def to_json(self) -> str:
+        """Return it as one JSON object."""
+        sound = [{"sound": shard.is_sound} for shard in self.shards]
+        shards = [asdict(shard) | also for shard, also in zip(self.shards, sound, strict=True)]
+        return printable_json(
+            {"path": self.path, "error": self.error, "shards": shards, "sound": self.is_sound}
+        )
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"refused: {self.error}"
+        items = sum(shard.items for shard in self.shards)
+        size = sum(shard.payload_bytes for shard in self.shards) / 1e6
+        wrong = [shard for shard in self.shards if not shard.is_sound]
+        said = f"{counted(items, 'item')} in {counted(len(self.shards), 'shard')}, {size:,.1f} MB"
+        if not wrong:
+            return f"{printable(self.path)}: sound ({said})"
+        lines = [f"{printable(self.path)}: {len(wrong)} of {said} not sound", *map(str, wrong)]
+        return "\n".join(lines)
+
+
+def check_set(
+    folder: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None
+) -> SetReport:
+    """Read all of a set: every shard as `check_file` does, and what its index says of each.
+
+    As many shards are read at a time as the process has cores; `progress(done, total)` is called
+    as items are done. Raises OSError where the index cannot be read, and H5FormatError where there
+    is none.
+
+    >>> report = check_set("set")
+    >>> report.is_sound, [shard.items for shard in report.shards]
+    (True, [4, 4, 4])
+    """
+    path = os.path.abspath(folder)
+    try:
+        index = open_index(path)
+    except H5FormatError as ex:
+        if not is_set(path):
+            raise
+        return SetReport(path=path, error=str(ex), shards=())
+    found = []
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for report in pool.map(partial(_check_shard, index), range(len(index.paths))):
+            found.append(report)
+            if progress is not None:
+                progress(int(index.starts[len(found)]), len(index))
+    return SetReport(path=path, error=None, shards=tuple(found))
+
+
+def _check_shard(index: SetIndex, number: int) -> CheckReport:
+    """Check a shard, and what the index says of it."""
+    path = index.paths[number]
+    try:
+        index.open_shard(number)  # says which shard is missing, or another
+        report = check_file(path, threads=1)
+        index.check_rows(number)
+        if report.error is None:
+            index.compare(number, read_index(path))
+        return report
+    except H5FormatError as ex:
+        said = str(ex)
+    except OSError as ex:
+        said = f"{path} cannot be read: {ex.strerror} (errno {ex.errno})"
+    return CheckReport(path=path, items=0, payload_bytes=0, error=said, damaged=())
+
+
 def check_file(
     path: str | os.PathLike[str],
     *,
     progress: Callable[[int, int], None] | None = None,
+    threads: int | None = None,
 ) -> CheckReport:
     """Read all of a packed file and compare every checksum.
 
-    As many threads read as the process has cores; `progress(done, total)` is called as items
-    are done. Raises OSError where the file cannot be read; damage is reported, not raised.
+    threads: that read; None is as many as the process has cores. `progress(done, total)` is called
+    as items are done. Raises OSError where the file cannot be read; damage is reported, not raised.
 
     >>> report = check_file("photos.h5")
     >>> report.is_sound, report.items, report.damaged
@@ -93,18 +177,18 @@ def check_file(
             items=len(index),
             payload_bytes=sum(extent.nbytes for extent in index.parts),
             error=None,
-            damaged=tuple(_damaged(file, progress)),
+            damaged=tuple(_damaged(file, progress, threads or available_cores())),
         )
 
 
 def _damaged(
-    file: FileReader, progress: Callable[[int, int], None] | None
+    file: FileReader, progress: Callable[[int, int], None] | None, threads: int
 ) -> Iterator[DamagedItem]:
     count = len(file.index)
     starts = range(0, count, _BLOCK)
     check = partial(_check_block, file)
-    with ThreadPoolExecutor(available_cores()) as pool:
-        checked = pool.map(check, starts) if len(starts) > 1 else map(check, starts)
+    with ThreadPoolExecutor(threads) as pool:
+        checked = pool.map(check, starts) if min(len(starts), threads) > 1 else map(check, starts)
         for start, found in zip(starts, checked, strict=True):
             yield from found
             if progress is not None:

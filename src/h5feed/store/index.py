@@ -59,7 +59,15 @@ from h5feed.store.layout import (
 from h5feed.store.read import MappedBytes, OpenFile, map_file, open_validated, read_index
 from h5feed.store.write import MemoryFile, add_extent, attribute_value, between, new_group
 
-__all__ = ["INDEX_NAME", "SetIndex", "is_set", "listed_index", "open_index", "write_index"]
+__all__ = [
+    "INDEX_NAME",
+    "SetIndex",
+    "check_alike",
+    "is_set",
+    "listed_index",
+    "open_index",
+    "write_index",
+]
 
 INDEX_NAME = "index.h5"
 """The name of a set's index, beside its shards."""
@@ -237,6 +245,20 @@ class SetIndex:
         if self.rows("positions", shard).max() >= len(self):
             raise gate.refuse("/positions has an item beyond the last")
 
+    def compare(self, shard: int, file: FileIndex) -> None:
+        """Refuse the index where a shard itself says something else."""
+        own = _one_index(file)
+        pairs = [(name, rows, self.rows(name, shard)) for name, rows in own.columns.items()]
+        for name, found in own.addresses.items():
+            pairs.append((f"address of {name}", found[0], self.addresses[name][shard]))
+        pairs.append(("key_bytes", own.key_bytes, self.rows("key_bytes", shard)))
+        if file.positions is not None:  # other shards' items may lie between
+            ranks = self.rows("positions", shard).argsort()
+            pairs.append(("positions", file.positions.argsort(), ranks))
+        for name, theirs, ours in pairs:
+            if not np.array_equal(theirs, ours):
+                raise self.refuse(f"its {name} is not that of {Path(self.paths[shard]).name}")
+
     def open_shard(self, shard: int) -> MappedBytes:
         """Map one shard, after a look at whether it is the one that the index describes.
 
@@ -346,7 +368,7 @@ def _joined(files: Sequence[SetIndex]) -> SetIndex:
     first = files[0]
     if len(files) == 1:
         return first
-    _check_alike(files)
+    check_alike(files)
     fingerprints = tuple(one.fingerprint for one in files)
     return replace(
         first,
@@ -433,7 +455,7 @@ def _columns_of(
     return found
 
 
-def _check_alike(files: Sequence[SetIndex]) -> None:
+def check_alike(files: Sequence[SetIndex]) -> None:
     """Refuse files that were not packed alike: a dataset has one set of fields and classes.
 
     The classes of one may go on after those of another. Raises UsageError, naming the first two
@@ -494,7 +516,8 @@ def write_index(
     tables, seals, positions = _look_at(paths, bases)
     partial = home / f"{INDEX_NAME}.{secrets.token_hex(4)}.partial"
     try:
-        _write(partial, replace(tables, generation=generation, seals=seals), positions, plan)
+        whole = replace(tables, generation=generation, seals=seals)
+        _write(partial, whole, _rows_of_shards(whole, positions), plan)
         open_index(partial)
         rename_file(partial, home / INDEX_NAME)
     except BaseException:
@@ -542,10 +565,16 @@ def _seal_address(index: FileIndex) -> int:
     raise H5FormatError(f"{index.path}: its fingerprint is not where HDF5 keeps attributes")
 
 
-def _write(partial: Path, index: SetIndex, positions: Int64, plan: Mapping[str, Any]) -> None:
-    """Write the whole index into a new file: columns first, shard by shard, then HDF5's part."""
-    order = np.argsort(positions, kind="stable")
-    _refuse_twins(index, positions, order)
+def _write(
+    partial: Path,
+    index: SetIndex,
+    of_shards: Iterable[Mapping[str, Array]],
+    plan: Mapping[str, Any],
+) -> None:
+    """Write the whole index into a new file: columns first, shard by shard, then HDF5's part.
+
+    of_shards: what the columns have of one shard after the other.
+    """
     labels = index.columns["labels"]
     columns = _columns_of(
         index.specs, index.fields, labels, "letterbox" in index.columns, len(index)
@@ -574,9 +603,7 @@ def _write(partial: Path, index: SetIndex, positions: Int64, plan: Mapping[str, 
                 step = int(np.prod(shapes[name][1:], dtype=np.int64)) * kinds[name].itemsize
                 write_at(handle, data.data.cast("B"), places[name][0] + row * step, partial)
 
-        ranks = np.empty(len(index), columns["positions"].dtype)
-        ranks[order] = np.arange(len(index))
-        for shard, rows in enumerate(_rows_of_shards(index, ranks, order)):
+        for shard, rows in enumerate(of_shards):
             first = int(index.starts[shard])
             for number, name in enumerate(checked):
                 checksums[shard, number] = _crc(rows[name])
@@ -611,14 +638,20 @@ def _write(partial: Path, index: SetIndex, positions: Int64, plan: Mapping[str, 
         os.close(handle)
 
 
-def _rows_of_shards(index: SetIndex, ranks: Array, order: Int64) -> Iterator[dict[str, Array]]:
+def _rows_of_shards(index: SetIndex, positions: Int64) -> Iterator[dict[str, Array]]:
     """Yield what the columns have of one shard after the other, which is opened for it again."""
+    order = np.argsort(positions, kind="stable")
+    _refuse_twins(index, positions, order)
+    ranks = np.empty(len(index), np.int64)
+    ranks[order] = np.arange(len(index))
+    kind = "<u4" if len(index) <= _SMALL else "<i8"
     for shard, path in enumerate(index.paths):
         again = _one_index(read_index(path))
         if again.fingerprint != index.fingerprints[shard]:
             raise H5FormatError(f"{path}: replaced while the index was made; run merge-h5 again")
         first, last = index.starts[shard : shard + 2].tolist()
-        own = {"positions": ranks[first:last], "order": order[first:last].astype(ranks.dtype)}
+        both = {"positions": ranks, "order": order}
+        own = {name: column[first:last].astype(kind) for name, column in both.items()}
         yield again.columns | own | {"key_bytes": again.key_bytes}
 
 
