@@ -118,6 +118,30 @@ def test_folders_without_torchvision_do_without_tensors(root, monkeypatch, tmp_p
     assert f"32-px JPEGs, v2 on tensors: {said}" in left_out
 
 
+@pytest.mark.parametrize(
+    ("options", "engines"),
+    [
+        ({}, ["auto"]),
+        ({"sweep": True}, ["auto", "thread", "process"]),
+        ({"only": ("H5Loader, threads",)}, ["thread"]),
+    ],
+)
+def test_a_sweep_has_each_engine_by_itself(root, options, engines):
+    entries, _ = compare.entries(
+        compare.contestants(32),
+        PackedFiles([root / "raw.h5"]),
+        CompareOptions(**options),
+        1,
+        root / "small",
+    )
+    kinds = {
+        "H5Loader": subjects.LoaderOnCpu,
+        "H5Loader, threads": subjects.LoaderOfThreads,
+        "H5Loader, processes": subjects.LoaderOfProcesses,
+    }
+    assert [kinds[one.name].engine for one in entries if one.name in kinds] == engines
+
+
 def test_folder_without_torchvision_does_the_same(root, monkeypatch):
     monkeypatch.setattr(subjects, "imagefolder_class", lambda: None)
     subject = subjects.Folder(params(root, "raw"))

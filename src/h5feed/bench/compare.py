@@ -185,6 +185,11 @@ def _needs_one_size(files: PackedFiles, options: CompareOptions) -> str | None:
     return None
 
 
+def _needs_threads(_: PackedFiles, options: CompareOptions) -> str | None:
+    """Show one engine by itself in a sweep, or where it is asked for."""
+    return None if options.sweep or any("threads" in name for name in options.only) else ""
+
+
 def _needs_processes(_: PackedFiles, options: CompareOptions) -> str | None:
     if not options.sweep and not any("processes" in name for name in options.only):
         return ""
@@ -278,6 +283,7 @@ def contestants(side: int | None = None) -> tuple[Contestant, ...]:
         Contestant("H5Dataset + DataLoader", f"{_SUBJECTS}:SwappedIn"),
         Contestant("make_dataloader(H5Dataset)", f"{_SUBJECTS}:ReadyMade"),
         Contestant(OURS, f"{_SUBJECTS}:LoaderOnCpu"),
+        Contestant(f"{OURS}, threads", f"{_SUBJECTS}:LoaderOfThreads", False, _needs_threads),
         Contestant(f"{OURS}, processes", f"{_SUBJECTS}:LoaderOfProcesses", False, _needs_processes),
         Contestant(
             "H5Loader, crop on device", f"{_SUBJECTS}:LoaderOnDevice", False, _needs_one_size

@@ -39,6 +39,7 @@ __all__ = [
     "FolderOfTensors",
     "LoaderByDali",
     "LoaderOfProcesses",
+    "LoaderOfThreads",
     "LoaderOnCpu",
     "LoaderOnDevice",
     "PillowCrop",
@@ -321,7 +322,7 @@ class _FastLoader(_LoaderSubject):
     """H5Loader with h5feed's own ops."""
 
     augment_on: AugmentOn = "cpu"
-    engine: EngineName = "thread"
+    engine: EngineName = "auto"
 
     def __init__(self, params: Params) -> None:
         loader = H5Loader(
@@ -341,12 +342,18 @@ class _FastLoader(_LoaderSubject):
         yield from self.loader
 
     def close(self) -> None:
-        """End the loader's threads."""
+        """End the loader's workers."""
         self.loader.close()
 
 
 class LoaderOnCpu(_FastLoader):
-    """H5Loader, crops made by CPU threads."""
+    """H5Loader as it is, crops made by the CPU."""
+
+
+class LoaderOfThreads(_FastLoader):
+    """H5Loader, crops made by threads however many they are."""
+
+    engine = "thread"
 
 
 class LoaderOfProcesses(_FastLoader):
@@ -378,5 +385,5 @@ class LoaderByDali(_LoaderSubject):
         super().__init__(loader, params, files=[params["file"]])
 
     def close(self) -> None:
-        """End the loader's threads."""
+        """End the loader's workers."""
         self.loader.close()
