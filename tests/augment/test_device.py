@@ -12,14 +12,18 @@ from augment.draws import FakeDraws
 from augment.judge import assert_close, make_images, on_device, run
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from h5feed.augment import (
+    AugMix,
     CenterCrop,
     ColorJitter,
     GaussianBlur,
     Normalize,
+    RandAugment,
     RandomAffine,
+    RandomApply,
     RandomCrop,
     RandomErasing,
     RandomHorizontalFlip,
+    RandomPerspective,
     RandomResizedCrop,
     RandomVerticalFlip,
     Resize,
@@ -68,10 +72,19 @@ def test_outside_the_box_nothing_is_read():
     assert_close(on_device(pipeline, params, images), out)
 
 
-def test_nothing_waits_for_the_device_or_depends_on_a_draw():
+@pytest.mark.parametrize(
+    "further",
+    [
+        [],
+        [RandAugment(1), RandomPerspective()],
+        [AugMix(3, 1, 1), RandomApply([RandomHorizontalFlip(), GaussianBlur(3)])],
+    ],
+    ids=["crop", "policy", "blend"],
+)
+def test_nothing_waits_for_the_device_or_depends_on_a_draw(further):
     """One graph for all batches: what torch.compile needs, and a host sync would break."""
     images = make_images(4, 32, 32)
-    ops = [RandomResizedCrop(24), RandomHorizontalFlip()]
+    ops = [RandomResizedCrop(24), RandomHorizontalFlip(), *further]
     pipeline, _, _ = run(ops, images, FakeDraws(range(4)))
     graphs = []
 
@@ -84,7 +97,7 @@ def test_nothing_waits_for_the_device_or_depends_on_a_draw():
     for seed in range(3):
         params = pipeline.draw(FakeDraws(range(4), seed), size, size)
         batch = torch.from_numpy(images)
-        made = step(pipeline.plan, params.packed(), batch, [(24, 24)])
+        made = step(pipeline.plan, params.packed(), batch, [(24, 24)] * (1 + len(further)))
         assert torch.equal(made, pipeline.run_device(params, batch))
     assert len(graphs) == 1
 
