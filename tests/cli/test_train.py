@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from h5feed import pack
 from h5feed.cli import ablate, find_batch, find_lr, train
 from h5feed.cli._training import RunOptions, run_training_command
 from h5feed.cli.train import main
@@ -18,7 +19,7 @@ from h5feed.train import TrainConfig, read_config, write_config
 from h5feed.train.config import OptimConfig
 from h5feed.train.log import read_metrics
 from h5feed.train.recipes import RECIPES
-from train.files import write_classes, write_scenes
+from train.files import write_classes, write_folder, write_scenes
 
 torch.set_num_threads(1)
 
@@ -56,6 +57,25 @@ def test_a_run_says_what_it_reached(paths, tmp_path, capsys):
     words = capsys.readouterr().out
     assert words.startswith(f"{tmp_path}: 8 steps, ")
     assert f"val accuracy {result['val']['accuracy']:.4f} (best {result['best']:.4f})" in words
+
+
+def test_several_classes_an_image_from_a_table_to_their_precisions(tmp_path, capsys):
+    root = write_folder(tmp_path / "images", 32)
+    keys = sorted(str(path.relative_to(root)) for path in root.rglob("*.png"))
+    # The folder "top left" as the two classes top and left.
+    rows = [f"{key},{key.partition('/')[0]}" for key in keys]
+    (tmp_path / "tags.csv").write_text("\n".join(["path,tags", *rows]))
+    options = {"manifest": tmp_path / "tags.csv", "label_column": "tags", "label_delimiter": " "}
+    pack(root, tmp_path / "tags.h5", size=16, any_size=True, **options)
+    paths = {"train": str(tmp_path / "tags.h5"), "val": str(tmp_path / "tags.h5")}
+    assert main(arguments(paths, tmp_path / "run", "--no-curves", "--cutmix", "1")) == 0
+    assert ", val mAP " in capsys.readouterr().out
+    lines = (tmp_path / "run" / "per_class.csv").read_text().splitlines()
+    assert lines[0] == "class,images,average_precision,precision,recall,f1"
+    names = ["bottom", "left", "right", "top"]
+    assert [line.split(",")[:2] for line in lines[1:]] == [[name, "16"] for name in names]
+    assert main(arguments(paths, tmp_path / "other", "--balance")) == 2
+    assert "--balance needs one class an image, and " in capsys.readouterr().err
 
 
 def test_a_runs_config_is_read_back_and_can_be_changed(paths, tmp_path):

@@ -428,7 +428,7 @@ def evaluate(
             for name, measure in task.also.items():
                 also[name] = also[name] + summand(measure(outputs, targets))
             if task.whole is not None:
-                kept.append((outputs.float().clone(), targets))  # CUDA graphs use theirs again
+                kept.append((outputs.float().clone(), targets.clone()))  # memory is used again
             if task.confusion is not None:
                 table = table + summand(task.confusion(outputs, targets))
             if task.dense and drawn is None:
