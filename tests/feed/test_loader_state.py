@@ -12,6 +12,7 @@ from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment
 from loaders import assert_same, by_index, write_kind
+from packed import random_images, write_set
 
 CROP = (augment.RandomResizedCrop(16), augment.RandomHorizontalFlip())
 COUNT = 40
@@ -361,13 +362,13 @@ WORLDS = """
     from h5feed import H5Dataset, H5Loader
     from h5feed.augment import RandomHorizontalFlip, RandomResizedCrop
 
-    paths, orders, folder = json.loads(sys.argv[1])
+    path, orders, folder = json.loads(sys.argv[1])
     fork = multiprocessing.get_context("fork")
 
     def rank_main(rank, size, states, place, pipe):
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", f"file://{place}", rank=rank, world_size=size)
-        ds, found, passes = H5Dataset(paths), [], []
+        ds, found, passes = H5Dataset(path), [], []
         for order, state in zip(orders, states, strict=True):
             loader = H5Loader(ds, 4, augment=(RandomResizedCrop(16), RandomHorizontalFlip()),
                               seed=5, num_workers=2, with_index=True, **order)
@@ -423,20 +424,20 @@ def worlds(tmp_path_factory):
     By order: [(samples' checksums of each rank, a rank's state, repeated samples)] of a world.
     """
     folder = tmp_path_factory.mktemp("worlds")
-    paths = [str(write_kind(folder / f"{n}.h5", "raw", count=n)) for n in (11, 17, 15)]
-    given = json.dumps([paths, ORDERS, str(folder)])
+    path = str(write_set(folder / "set", random_images(43, (32, 32)), shards=4))
+    given = json.dumps([path, ORDERS, str(folder)])
     subprocess.run([sys.executable, "-c", textwrap.dedent(WORLDS), given], check=True, timeout=200)
     found = json.loads((folder / "found.json").read_text())
-    return paths, [list(zip(*world, strict=True)) for world in found]
+    return path, [list(zip(*world, strict=True)) for world in found]
 
 
 @pytest.mark.parametrize("number", range(len(ORDERS)), ids=lambda k: str(ORDERS[k]))
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_killed_in_mid_epoch_go_on_as_one_or_three(worlds, number, size):
-    paths, (first, *rest) = worlds
+    path, (first, *rest) = worlds
     expected = {}
     with H5Loader(
-        H5Dataset(paths), 5, augment=CROP, seed=5, with_index=True, num_workers=1, **ORDERS[number]
+        H5Dataset(path), 5, augment=CROP, seed=5, with_index=True, num_workers=1, **ORDERS[number]
     ) as loader:
         for images, _, indices in loader:
             for image, index in zip(images, indices.tolist(), strict=True):

@@ -25,6 +25,7 @@ from h5feed.feed.order import FullShuffle, ShardShuffle
 from h5feed.feed.random import SeededDraws
 from h5feed.feed.sampling import Drawing, SampleOrder, Steps
 from loaders import write_kind
+from packed import random_images, write_set
 
 SHAPES = {
     "samples": st.integers(0, 60),
@@ -333,6 +334,18 @@ def test_shards_come_in_one_order_from_samplers_and_loaders(shards, part):
             assert sorted(places.tolist()) == list(range(len(ds)))
             items = torch.tensor(ds.indices)[places] if part else places
             assert torch.cat([indices for *_, indices in loader]).tolist() == items.tolist()
+
+
+@pytest.mark.parametrize("indices", [None, [0, 29, 7, 8, 14, 20, 2, 27]])
+def test_shards_of_a_set_come_one_after_the_other(tmp_path, indices):
+    """Its items are counted in another order than that in which shards hold them."""
+    ds = H5Dataset(write_set(tmp_path / "set", random_images(30, (32, 32)), shards=4))
+    options = {"shuffle": "shards", "streams": 1, "window": 1, "indices": indices}
+    with H5Loader(ds, 4, with_index=True, **options) as loader:
+        found = torch.cat([batch for *_, batch in loader]).tolist()
+    assert sorted(found) == sorted(range(30) if indices is None else indices)
+    shards = [ds.files.locate(index)[0] for index in found]
+    assert len(list(itertools.groupby(shards))) == len(set(shards)) > 1
 
 
 def test_ranks_of_a_sampler_have_shards_of_their_own(shards):

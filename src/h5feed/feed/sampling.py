@@ -188,7 +188,7 @@ def _part_of(shards: tuple[Indices, Indices | None], items: Indices) -> tuple[In
     place = items
     if stored is not None:
         places = np.empty_like(stored)
-        places[stored] = np.arange(len(stored))
+        places[stored] = np.arange(len(stored), dtype=stored.dtype)
         place = places[items]
     shard = np.searchsorted(np.cumsum(counts), place, side="right")
     return np.bincount(shard, minlength=len(counts)), np.argsort(place, kind="stable")
