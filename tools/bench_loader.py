@@ -185,6 +185,10 @@ ROWS = [
         "jpeg", "ffcv jpg", 2, 224**2),
     Pair("yuv420 crop / raw crop", f"yuv420 256 px, {_SAID}", "H5Loader, raw",
         "yuv420", "raw", 0.85, 224**2),
+    Pair("set crop / file crop", f"raw 256 px as a set of 32 MB shards, {_SAID}",
+        "H5Loader, the same in one file", "set", "raw", 0.97, 224**2),
+    Pair("set gather / file gather", "raw 256 px as a set, bytes for a device",
+        "H5Loader, the same in one file", "set gather", "gather", 0.97, 256**2),
     Pair("gather / index_select", "raw 256 px, bytes for a device",
         "torch.index_select in a thread pool", "gather", "select", 0.95, 256**2),
     Pair("CIFAR crop / FFCV", "CIFAR-10, RandomCrop(32, padding=4) + flip",
@@ -326,10 +330,12 @@ def chosen(options: argparse.Namespace) -> list[Pair]:
     ]
 
 
-def packed_photos(options: argparse.Namespace, store: str) -> Path:
-    """Return the photos packed at 256 pixels."""
+def packed_photos(options: argparse.Namespace, store: str, shards: str = "") -> Path:
+    """Return the photos packed at 256 pixels: a file, or a set of shards of that size."""
     photos = options.work / f"photos{options.times}"
     copies(options.photos, photos, options.times)
+    if shards:
+        return packed(photos, options.work / f"{store}_set", size=256, store=store, shards=shards)
     return packed(photos, options.work / f"{store}.h5", size=256, store=store)
 
 
@@ -343,6 +349,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Window]]:
     work, threads = options.work, options.threads
     photos = work / f"photos{options.times}"
     file, cifar = partial(packed_photos, options), partial(packed_cifar, options)
+    a_set = partial(packed_photos, options, "raw", "32MB")
 
     def loader(path: Path, batch_size: int, **how: Any) -> Window:
         made = H5Loader(
@@ -365,6 +372,8 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Window]]:
         "raw": lambda: loader(file("raw"), BATCH, augment=CROP),
         "jpeg": lambda: loader(file("jpeg"), BATCH, augment=CROP),
         "yuv420": lambda: loader(file("yuv420"), BATCH, augment=CROP),
+        "set": lambda: loader(a_set(), BATCH, augment=CROP),
+        "set gather": lambda: loader(a_set(), BATCH, augment_on="device"),
         "bare raw": lambda: loop("raw", CropLoop),
         "bare jpeg": lambda: loop("jpeg", CropLoop),
         "bare region": lambda: loop("jpeg", RegionDecodeLoop),
