@@ -43,26 +43,30 @@ def main(given: list[str] | None = None) -> float:
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--small-crops", type=int, default=0)
+    parser.add_argument("--small-size", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(given)
 
     torch.manual_seed(0)
+    changes = [
+        RandomHorizontalFlip(),
+        ColorJitter(0.8, 0.8, 0.8, 0.2),
+        RandomGrayscale(p=0.2),
+        GaussianBlur(9, sigma=(0.1, 2.0)),
+        ToDtype(torch.float32, scale=True),
+        Normalize(MEAN, STD),
+    ]
+    share = 0.25 if args.small_crops else 0.08  # of the image that a large crop has at least
+    large = [RandomResizedCrop(args.size, scale=(share, 1.0)), *changes]
+    small = [RandomResizedCrop(args.small_size, scale=(0.05, share)), *changes]
     loader = H5Loader(
         H5Dataset(args.train),
         args.batch_size,
         shuffle=True,
         drop_last=True,
-        views=2,
-        augment=[
-            RandomResizedCrop(args.size, scale=(0.08, 1.0)),
-            RandomHorizontalFlip(),
-            ColorJitter(0.8, 0.8, 0.8, 0.2),
-            RandomGrayscale(p=0.2),
-            GaussianBlur(9, sigma=(0.1, 2.0)),
-            ToDtype(torch.float32, scale=True),
-            Normalize(MEAN, STD),
-        ],
+        views=[large, large, *[small] * args.small_crops],
         device=args.device,
     )
     backbone = torchvision.models.get_model(args.model, num_classes=128)
@@ -72,8 +76,11 @@ def main(given: list[str] | None = None) -> float:
     backbone = backbone.to(args.device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(backbone.parameters(), 1e-3, weight_decay=1e-4)
     for epoch in range(args.epochs):
-        for (first, second), _ in loader:
-            loss = contrast(backbone(first), backbone(second), args.temperature)
+        for views, _ in loader:
+            first, second, *others = map(backbone, views)
+            loss = contrast(first, second, args.temperature)
+            for other in others:
+                loss = loss + contrast(first, other, args.temperature) / len(others)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

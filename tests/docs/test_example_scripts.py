@@ -105,6 +105,8 @@ def test_detection(example, folder):
 def test_contrastive(example):
     args = ("--epochs", 1, "--size", 32, "--batch-size", 16, "--device", "cpu")
     assert math.isfinite(example("contrastive", "small.h5", *args))
+    more = ("--small-crops", 2, "--small-size", 16)
+    assert math.isfinite(example("contrastive", "small.h5", *args, *more))
 
 
 def test_lightning(example):
