@@ -46,6 +46,8 @@ def test_every_figure_stands_in_the_json_with_its_circumstances(results):
         "jpeg crop / bare loop",
         "jpeg crop / region loop",
         "yuv420 crop / raw crop",
+        "set crop / file crop",
+        "set gather / file gather",
         "gather / index_select",
         "cold / 16 threads pread",
     ]

@@ -171,6 +171,8 @@ def _needs_folder(_: PackedFiles, options: CompareOptions) -> str | None:
 
 def _needs_plain_pixels(files: PackedFiles, _: CompareOptions) -> str | None:
     spec = files.specs["images"]
+    if not files.is_single:
+        return "the usual code opens one file, and this is a set of shards"
     if spec.encoding == "raw" and spec.is_fixed:
         return None
     return f"the usual code reads arrays of pixels, and this file stores {spec.encoding}"
