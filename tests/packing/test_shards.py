@@ -95,6 +95,8 @@ def test_shards_of_a_size_follow_from_the_images_sizes(folder, out, tmp_path):
     assert pack_set(folder, out, shards=f"{image * 6 // 1000}kB").shards == 4
     assert pack_set(folder, tmp_path / "b", shards="1GB").shards == 1
     assert pack_set(folder, tmp_path / "c", shards="1kB").shards == 24
+    jpeg = pack_set(folder, tmp_path / "e", store="jpeg", quality=75, shards="6kB")
+    assert jpeg.shards == 2  # 13.5 kB are expected: 0.22 bytes a pixel at 256x256, 2.5 times at 32
     size = sum(path.stat().st_size for path in (folder / "cats").glob("*.jpg"))
     for path in folder.glob("*/*.png"):
         path.unlink()

@@ -26,7 +26,7 @@ class _PackCommand:
     src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """Folder of images, or tar or parquet files: 'train-{000..146}.tar', 'data/train-*.parquet'."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.h5")]
-    """File to make."""
+    """File to make; with --shards the folder of a set."""
     packing: PackOptions = field(default_factory=PackOptions)
     """How images are packed."""
     json: bool = False
