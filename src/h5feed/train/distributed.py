@@ -8,7 +8,6 @@ each weight, and gathers a block's weights while it computes that block.
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -293,9 +292,14 @@ def start(function: Callable[[Any], Result], config: Any, processes: int) -> Res
     KeyboardInterrupt or SystemExit of rank 0. Signals to this process alone reach them, too.
     """
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    # They meet in a store of this process, which holds its port from now on: none that was free a
+    # moment ago and is another program's when rank 0 has started.
+    meeting = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     started = start_processes(  # type: ignore[no-untyped-call]
         _process,
-        args=(function, config, processes, _free_port(), results),
+        args=(function, config, processes, meeting.port, results),
         nprocs=processes,
         join=False,
         start_method="spawn",
@@ -365,6 +369,7 @@ def _process(
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # as under torchrun: the store is there already
     )
     if os.name == "posix":
         os.setpgrp()  # a terminal's Ctrl-C reaches them once, through the process that started them
@@ -377,9 +382,3 @@ def _process(
         result = ex
     if rank == 0:
         results.put(result)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
