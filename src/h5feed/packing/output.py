@@ -128,7 +128,8 @@ def check_out(paths: OutputPaths, source: Path | None, options: PackOptions) -> 
         raise UsageError(f"OUT {given}: the folder {folder} does not exist: make it first")
     if out.is_dir():
         raise UsageError(
-            f"OUT {given} is a folder: give the name of a file, such as {given / 'out.h5'}"
+            f"OUT {given} is a folder: give the name of a file, such as {given / 'out.h5'}, "
+            "or --shards for a set"
         )
     if out.exists() and not out.is_file():
         raise UsageError(f"OUT {given} is a device or a pipe: give the name of a file")

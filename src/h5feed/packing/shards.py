@@ -146,8 +146,11 @@ def pack_set(
             if name not in {plan.name(shard) for shard in range(plan.count)}:
                 (folder / name).unlink(missing_ok=True)
         after = look_into(folder)
+    missing = after.missing(plan)
+    if not missing:  # nobody needs what killed runs of other parts have left
+        _remove_unfinished(after, [plan.name(shard) for shard in range(plan.count)])
     shards = tuple(sorted([*there, *made], key=lambda shard: shard.name))
-    return PackedSet(plan=plan, shards=shards, missing=after.missing(plan))
+    return PackedSet(plan=plan, shards=shards, missing=missing)
 
 
 def _refuse_strays(found: SetFolder, plan: ShardPlan) -> None:
