@@ -217,6 +217,33 @@ def test_a_new_generation_leaves_who_reads_the_old_one_alone(both):
         pickle.loads(pickle.dumps(ds))
 
 
+def test_what_is_appended_is_not_seen_by_who_opens_an_older_generation_again(tmp_path):
+    folder, images = tmp_path / "set", random_images(9)
+    folder.mkdir()
+    names = [f"{number}.h5" for number in range(3)]
+    kinds = [("a", "b"), ("a", "b"), ("a", "b", "c")]
+    for number, (name, classes) in enumerate(zip(names, kinds, strict=True)):
+        write_packed(
+            folder / name,
+            images[3 * number :][:3],
+            classes=classes,
+            positions=np.arange(3) * 2 + number % 2,
+        )
+    write_index(folder, names[:2], generation=1, plan={}, bases=[0, 0])
+    ds = H5Dataset(folder)
+    pickled = pickle.dumps(ds)
+    write_index(folder, names, generation=2, plan={}, bases=[0, 0, 6])
+    again = pickle.loads(pickled)
+    assert (len(again), again.classes, again.files.fingerprint) == (
+        6,
+        ["a", "b"],
+        ds.files.fingerprint,
+    )
+    assert again.samples == ds.samples
+    assert all(same(again[index], ds[index]) for index in range(6))
+    assert (len(H5Dataset(folder)), H5Dataset(folder).classes) == (9, ["a", "b", "c"])
+
+
 def test_larger_images_than_max_pixels_are_refused_at_opening(tmp_path):
     path = write_kind(tmp_path / "one.h5", "keep")
     folder = split_into_set(path, tmp_path / "set")

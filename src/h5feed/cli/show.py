@@ -14,6 +14,7 @@ from h5feed.errors import UsageError
 from h5feed.feed.facts import ChannelStats, channel_stats, facts_in_words, file_facts
 from h5feed.feed.files import PackedFiles
 from h5feed.feed.sheet import contact_sheet
+from h5feed.jpeg import MAX_PIXELS
 from h5feed.progress import Progress
 from h5feed.text import printable_json, say
 
@@ -46,7 +47,8 @@ def main(args: Sequence[str] | None = None) -> int:
 def _show(command: _ShowOptions) -> None:
     _check(command)
     # where nothing is decoded, images may be of any size
-    files = PackedFiles([command.file], **({} if command.stats else {"max_pixels": sys.maxsize}))
+    most = MAX_PIXELS if command.stats else sys.maxsize
+    files = PackedFiles([command.file], max_pixels=most)
     facts = file_facts(files)
     if command.stats:
         facts["channel_stats"] = asdict(_stats(files.reading()))

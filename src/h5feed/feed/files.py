@@ -30,6 +30,7 @@ from h5feed.store import (
     FieldType,
     MappedBytes,
     MappedFile,
+    SetIndex,
     is_set,
     listed_index,
     open_index,
@@ -82,13 +83,19 @@ class PackedFiles:
     mapped = True
     """Whether items are views of mapped files; else `item` reads them."""
 
-    def __init__(self, paths: Sequence[FilePath], *, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(
+        self,
+        paths: Sequence[FilePath],
+        *,
+        max_pixels: int = MAX_PIXELS,
+        index: SetIndex | None = None,
+    ) -> None:
         self.paths: list[str]
         """Absolute path of each listed file; of a set, of its folder alone."""
         self._opened: deque[int] = deque()
         self._lock = threading.Lock()
         if len(paths) == 1 and os.path.isdir(paths[0]):
-            self.index = open_index(paths[0])
+            self.index = index or open_index(paths[0])
             """All of the files but their pixels."""
             self.paths = [os.path.dirname(self.index.path)]
             self._shards: list[_OpenShard | None] = [None] * len(self.index.paths)
@@ -121,8 +128,10 @@ class PackedFiles:
         return self._starts[-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        prints = [self.fingerprint] if self.index.path else list(self.index.fingerprints)
-        return _reopen, (self.paths, prints, self._max_pixels)
+        if self.index.path:
+            of = (self.fingerprint, len(self.index.paths), len(self.classes))
+            return _reopen_set, (self.paths[0], *of, self._max_pixels)
+        return _reopen, (self.paths, list(self.index.fingerprints), self._max_pixels)
 
     def reading(self) -> PackedFiles:
         """Return the same items, read from the disk by `item` instead of mapped.
@@ -575,14 +584,29 @@ def _reader(mapping: MappedBytes, extent: Extent) -> Callable[[int], U8]:
 def _reopen(paths: list[str], fingerprints: list[str], max_pixels: int) -> PackedFiles:
     """Open again what was pickled, and refuse a file that is not the same any more."""
     files = PackedFiles(paths, max_pixels=max_pixels)
-    found = [files.fingerprint] if files.index.path else files.index.fingerprints
-    for path, have, wanted in zip(paths, found, fingerprints, strict=True):
+    for path, have, wanted in zip(paths, files.index.fingerprints, fingerprints, strict=True):
         if have != wanted:
-            raise H5FormatError(
-                f"{path}: the file has changed since this dataset was opened; "
-                "open it again with H5Dataset"
-            )
+            raise _changed(path, "file")
     return files
+
+
+def _reopen_set(
+    folder: str, fingerprint: str, shards: int, classes: int, max_pixels: int
+) -> PackedFiles:
+    """Open again a set that was pickled, as it was: without what has been appended since."""
+    index = open_index(folder)
+    if index.fingerprint != fingerprint and len(index.paths) > shards:
+        index = index.first(shards, classes)
+    if index.fingerprint != fingerprint:
+        raise _changed(folder, "set")
+    return PackedFiles([folder], max_pixels=max_pixels, index=index)
+
+
+def _changed(path: str, what: str) -> H5FormatError:
+    return H5FormatError(
+        f"{path}: the {what} has changed since this dataset was opened; open it again with "
+        "H5Dataset"
+    )
 
 
 def expand_paths(root: FilePath | Sequence[FilePath]) -> list[str]:

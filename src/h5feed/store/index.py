@@ -144,6 +144,32 @@ class SetIndex:
         """Return how many items a shard has."""
         return int(self.starts[shard + 1] - self.starts[shard])
 
+    def first(self, shards: int, classes: int) -> SetIndex:
+        """Return the index of the first shards alone, of so many classes: an older generation's.
+
+        Where what was packed later comes behind, it is what that one said, fingerprint and all.
+        """
+        count = int(self.starts[shards])
+        ends = {"keys", *self.addresses}
+        checksums = {name: column[:shards] for name, column in self.checksums.items()}
+        prints = self.fingerprints[:shards]
+        return replace(
+            self,
+            paths=self.paths[:shards],
+            classes=self.classes[:classes],
+            fingerprint=_set_fingerprint(prints, np.stack(list(checksums.values()), axis=1)),
+            sizes=self.sizes[:shards],
+            starts=self.starts[: shards + 1],
+            fingerprints=prints,
+            seals=self.seals[:shards],
+            addresses={name: found[:shards] for name, found in self.addresses.items()},
+            lengths={name: found[:shards] for name, found in self.lengths.items()},
+            largest=self.largest[:shards],
+            key_starts=self.key_starts[: shards + 1],
+            columns={n: c[: count + shards * (n in ends)] for n, c in self.columns.items()},
+            checksums=checksums,
+        )
+
     def item_bytes(self, part: str) -> int | None:
         """Bytes of every item of a part; None where each has its own."""
         return _item_bytes(part, self.specs, self.fields)
