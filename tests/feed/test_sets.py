@@ -5,6 +5,7 @@ import pickle
 import resource
 import shutil
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -242,6 +243,16 @@ def test_what_is_appended_is_not_seen_by_who_opens_an_older_generation_again(tmp
     assert again.samples == ds.samples
     assert all(same(again[index], ds[index]) for index in range(6))
     assert (len(H5Dataset(folder)), H5Dataset(folder).classes) == (9, ["a", "b", "c"])
+
+
+def test_damaged_positions_are_refused_whatever_order_they_make(both):
+    with h5py.File(both[1] / "index.h5", "r+") as file:
+        file["positions"][:] = 1 << 30
+    ds = H5Dataset(both[1], target="label")
+    with pytest.raises(H5FormatError, match=r"positions .*damaged"):
+        list(H5Loader(ds, 4, shuffle="shards", streams=1, num_workers=1))
+    with pytest.raises(H5FormatError, match="column positions is damaged"):
+        ds[0]
 
 
 def test_larger_images_than_max_pixels_are_refused_at_opening(tmp_path):

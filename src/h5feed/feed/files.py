@@ -192,6 +192,8 @@ class PackedFiles:
             return np.zeros_like(where), where
         position = where
         if self._order is not None:
+            if len(where) and int(where.max()) >= len(self):  # an order made of damaged /positions
+                raise self.index.refuse("its /positions lead beyond the last item (damaged)")
             position = self._order[where].astype(np.int64)
             if len(position) and int(position.max()) >= len(self):
                 raise self.index.refuse("its /order leads beyond the last item (damaged)")
