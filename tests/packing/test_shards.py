@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -232,6 +233,30 @@ def test_a_disk_that_is_full_when_a_shard_is_finished(folder, out, monkeypatch):
     with pytest.raises(PackError, match="cannot write index: No space left on device; nothing was"):
         pack_set(folder, out)
     assert not out.exists()
+
+
+def test_few_shards_are_open_at_once_however_slowly_they_are_finished(folder, out, monkeypatch):
+    """Each holds a descriptor, and a system gives a process 1,024 of them, or 256."""
+
+    class Reluctant(ThreadPoolExecutor):
+        """Does nothing before somebody has to have it."""
+
+        def submit(self, work, *args):
+            future = Future()
+            future.result = lambda: work(*args)
+            return future
+
+    begin, most = shards._Run._begin, []
+
+    def begun(self, shard):
+        begin(self, shard)
+        most.append(len(self._open))
+
+    monkeypatch.setattr(shards, "ThreadPoolExecutor", Reluctant)
+    monkeypatch.setattr(shards._Run, "_begin", begun)
+    assert pack_set(folder, out, shards=24).missing == ()
+    assert len(most) == 24
+    assert max(most) <= 10
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ from h5feed.text import counted
 
 __all__ = ["PackedSet", "PackedShard", "check_set_folder", "pack_set", "pack_shards"]
 
+_MOST_UNFINISHED = 8
+"""Shards that are written and wait for their names; small ones are written faster than finished."""
+
 
 class SkippedImage(NamedTuple):
     """An image that could not be packed, by its key."""
@@ -298,6 +301,8 @@ class _Run:
             shard = self.outputs.of(block.start)
             if block.stop == self.outputs.stops[shard]:
                 self._finishing.append(self._pool.submit(self._finish, shard))
+                if len(self._finishing) > _MOST_UNFINISHED:  # each holds a descriptor
+                    self._done.append(self._finishing.pop(0).result())
         self.finished(wait=False)
 
     def finished(self, *, wait: bool) -> list[PackedShard]:
