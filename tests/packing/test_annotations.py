@@ -10,8 +10,11 @@ import pytest
 from PIL import Image
 
 from h5feed import H5Dataset, H5Loader, UsageError, augment, pack
+from h5feed.packing.places import stored_places
 from h5feed.packing.sources import open_source
 from h5feed.store import check_file
+from h5feed.store.fields import FieldType, FieldValues
+from h5feed.store.layout import images_spec
 
 H, W = 60, 100
 JOINTS = ["nose", "left_eye", "right_eye"]
@@ -426,3 +429,26 @@ def test_masks_that_cannot_be_drawn_are_refused(root):
     ):
         with pytest.raises(UsageError, match=said):
             pack(root, root.parent / "out.h5", annotation_masks=True, **options)
+
+
+def test_places_that_are_stored_stay_when_they_are_packed_again():
+    rng = np.random.default_rng(0)
+    corners = rng.uniform(0, 90, (500, 2)) * [1, 0.5]
+    sides = np.array([W / 64, H / 64])  # a pixel when stored, but for what float32 rounds
+    boxes = np.hstack([corners, corners + sides])
+    edge = np.nextafter([[W, H]] * 500, 0)
+    points = np.concatenate([np.stack([corners, edge], axis=1), np.ones((500, 2, 1))], axis=2)
+    kinds = {
+        "boxes": FieldType(kind="boxes", dtype="float32", shape=(4,)),
+        "points": FieldType(kind="keypoints", dtype="float32", shape=(2, 3)),
+    }
+    fields = {
+        name: FieldValues.of_arrays(rows[:, None], kinds[name])
+        for name, rows in {"boxes": boxes, "points": points}.items()
+    }
+    spec = images_spec("raw", 64, 64, "stretch")
+    once = stored_places(fields, np.tile(np.int32([H, W]), (500, 1)), spec)
+    twice = stored_places(once, np.full((500, 2), 64, np.int32), spec)
+    assert 0 < len(once["boxes"].data) < 500 * 16
+    for name in fields:
+        assert np.array_equal(once[name].data, twice[name].data)

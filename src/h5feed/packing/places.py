@@ -27,7 +27,8 @@ def stored_places(
 
     source_shapes: (N, 2) height and width, upright. Boxes are clipped to the stored part
     of their image; one with less than a pixel left is dropped, with its rows in other fields.
-    Keypoints outside become zeros, COCO's mark for "not labelled".
+    Keypoints outside become zeros, COCO's mark for "not labelled". What is stored decides, so that
+    stored places which are packed again stay.
     """
     if not any(values.type.kind in ("boxes", "keypoints") for values in fields.values()):
         return dict(fields)
@@ -39,12 +40,12 @@ def stored_places(
         rows, item = _rows(values)
         if values.type.kind == "boxes":
             points = rows.reshape(-1, 2, 2) * scale[item, None] + shift[item, None]
-            points = np.clip(points, low[item, None], high[item, None])
+            points = np.clip(points, low[item, None], high[item, None]).astype(np.float32)
             sides = points[:, 1] - points[:, 0]
             kept[name] = np.all(sides >= _LEAST, axis=1)
             made[name] = _with_rows(values, points.reshape(-1, 4))
         else:
-            points = rows[..., :2] * scale[item, None] + shift[item, None]
+            points = (rows[..., :2] * scale[item, None] + shift[item, None]).astype(np.float32)
             inside = (points >= low[item, None]) & (points < high[item, None])
             seen = (rows[..., 2] > 0) & inside.all(axis=2)
             moved = np.concatenate([points, rows[..., 2:]], axis=2)
