@@ -91,7 +91,7 @@ def test_numbers_in_words_and_json_in_cells(root):
         ("float32[2]", ["1 2", "1 2 3"], r"is not float32\[2\] \(its shape is \(3,\)\)"),
         ("float32[n,2]", ["[[1,2]]", "[[1,2],[3]]"], r"is not float32\[n,2\]: mend it"),
         ("float32", ["1", ""], "'' is not float32"),
-        ("json", ["1", "{"], "'{' is not JSON"),
+        ("json", ["1", "{"], "'{' is not json"),
     ],
 )
 def test_a_cell_of_another_type_is_named(root, kind, cells, said):

@@ -5,7 +5,7 @@ import re
 import reprlib
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from h5feed.store.fields import FieldType, FieldValues, is_field_name
 
 __all__ = ["FieldBuilder", "parse_field"]
 
-_TYPES = "float32, float64, int64 or uint8, alone or as in float32[17] or float32[n,4], text, json"
-_ARRAY = re.compile(r"(float32|float64|int64|uint8)(?:\[([\dn, ]+)\])?")
+_TYPES = (
+    "float32, float64, int64 or uint8, alone or as in float32[17] or float32[n,4], text, json, "
+    "boxes or keypoints[17]; with @boxes behind it the rows belong to those of field boxes"
+)
+_TYPE = re.compile(r"(\w+)(?:\[([\dn, ]+)\])?(?:@(.+))?")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 
@@ -29,6 +32,8 @@ def parse_field(text: str) -> tuple[str, FieldType | None]:
     (5, 2)
     >>> parse_field("spots:float32[n,2]")[1].kind
     'array'
+    >>> parse_field("joints:keypoints[0,2,1]@boxes")[1].swap
+    (0, 2, 1)
     """
     name, _, kind = text.partition(":")
     if not is_field_name(name):
@@ -38,18 +43,32 @@ def parse_field(text: str) -> tuple[str, FieldType | None]:
         )
     if not kind:
         return name, None
-    if kind in ("text", "json"):
-        return name, FieldType(kind=kind)  # type: ignore[arg-type]
-    found = _ARRAY.fullmatch(kind)
-    sides = [] if found is None or found[2] is None else [s.strip() for s in found[2].split(",")]
-    rows = sides[:1] == ["n"]
     try:
-        if found is None:
-            raise ValueError
-        shape = tuple(map(int, sides[rows:]))
-        return name, FieldType(kind="array" if rows else "fixed", dtype=found[1], shape=shape)
+        return name, _type(kind)
     except ValueError:
         raise UsageError(f"field={text!r}: {kind!r} is not a type: give {_TYPES}") from None
+
+
+def _type(text: str) -> FieldType:
+    """Return the type that is written so, as `str` writes it; ValueError for what is none."""
+    found = _TYPE.fullmatch(text)
+    if found is None:
+        raise ValueError
+    word, inside, rows_of = found[1], found[2], found[3] or ""
+    sides = [] if inside is None else [side.strip() for side in inside.split(",")]
+    any_rows = sides[:1] == ["n"]
+    shape = tuple(map(int, sides[any_rows:]))
+    if word == "keypoints" and shape and not any_rows:  # how many, or what each is mirrored
+        count, swap = (shape[0], ()) if len(shape) == 1 else (len(shape), shape)
+        return FieldType(
+            kind="keypoints", dtype="float32", shape=(count, 3), rows_of=rows_of, swap=swap
+        )
+    if word in ("text", "json") and not sides and not rows_of:
+        return FieldType(kind=word)  # type: ignore[arg-type]
+    if word == "boxes" and not sides and not rows_of:
+        return FieldType(kind="boxes", dtype="float32", shape=(4,))
+    of_rows: Literal["array", "fixed"] = "array" if any_rows else "fixed"
+    return FieldType(kind=of_rows, dtype=word, shape=shape, rows_of=rows_of)
 
 
 class FieldBuilder:
@@ -74,10 +93,16 @@ class FieldBuilder:
         except (ValueError, TypeError, OverflowError, RecursionError) as ex:
             why = f" ({ex})" if isinstance(ex, _Misfit) else ""
             raise error(
-                f"{_SHORT.repr(cell)} is not {_described(self.kind)}{why}: mend it, or give the "
+                f"{_SHORT.repr(cell)} is not {self.kind}{why}: mend it, or give the "
                 f"field another type, as in --field {self.name}:text"
             ) from ex
         self._offsets.append(len(self._data))
+
+    @property
+    def rows(self) -> int:
+        """How many rows the last cell has, of an array."""
+        assert self.kind is not None
+        return (self._offsets[-1] - self._offsets[-2]) // self.kind.row_bytes
 
     def values(self) -> FieldValues:
         """Return the values of all rows."""
@@ -107,13 +132,6 @@ def _kind_of(cell: Any) -> FieldType:
     return FieldType(kind="text")
 
 
-def _described(kind: FieldType) -> str:
-    if kind.kind in ("text", "json"):
-        return {"text": "text", "json": "JSON"}[kind.kind]
-    shape = (("n",) if kind.kind == "array" else ()) + kind.shape
-    return f"{kind.dtype}[{','.join(map(str, shape))}]" if shape else kind.dtype
-
-
 def _as_bytes(cell: Any, kind: FieldType) -> bytes:
     if kind.kind == "text":
         if not isinstance(cell, str):
@@ -123,10 +141,12 @@ def _as_bytes(cell: Any, kind: FieldType) -> bytes:
         return json.dumps(cell, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     whole = not kind.dtype.startswith("float")
     values = np.asarray(_numbers(cell, _whole if whole else float), None if whole else np.float64)
-    if kind.kind == "array" and not values.size:
+    if not kind.is_fixed and not values.size:
         return b""
-    if values.shape[kind.kind == "array" :] != kind.shape:
+    if values.shape[not kind.is_fixed :] != kind.shape:
         raise _Misfit(f"its shape is {values.shape}")
+    if kind.kind == "boxes" and not (values[:, :2] < values[:, 2:]).all():
+        raise _Misfit("a box has no area: left, top, right, bottom in pixels of the image")
     with np.errstate(over="ignore"):
         stored = values.astype(kind.dtype)
     lost = stored != values if whole else np.isinf(stored) != np.isinf(values)

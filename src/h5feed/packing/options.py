@@ -74,7 +74,12 @@ class PackOptions:
     fields: Annotated[UseAppendAction[tuple[str, ...]], arg(name="field")] = ()
     """The manifest's columns to keep as further fields, each NAME or NAME:TYPE: text, json, or
     float32, float64, int64 or uint8, alone or as in float32[17] or, of any length, float32[n,4].
+    boxes are lists of [left, top, right, bottom] in pixels of the image, keypoints[17] lists of 17
+    [x, y, visibility]; with @boxes, as in int64[n]@boxes, a row belongs to each of field boxes.
     Without TYPE the first row says it."""
+    classes: Path | None = None
+    """A text file of class names, one a line: what the manifest's class numbers, or those of
+    boxes, mean. Otherwise the classes are those of its rows."""
     annotations: Path | None = None
     """COCO's JSON file (instances or keypoints), or a folder of Pascal VOC's XML files: boxes of
     the images, their classes and keypoints, kept as further fields."""
@@ -162,7 +167,12 @@ class PackOptions:
         """Return the options that decide the file's bytes, as JSON values."""
         names = [option.name for option in dataclass_fields(self)]
         named = {name: getattr(self, name) for name in names if name not in _NOT_CONTENT}
-        for name in ("manifest", "annotations", "masks"):  # no absolute path may enter a file
+        for name in (
+            "manifest",
+            "classes",
+            "annotations",
+            "masks",
+        ):  # no absolute path may enter a file
             named[name] = None if named[name] is None else named[name].name
         return named | {
             "background": list(self.background),

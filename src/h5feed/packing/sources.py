@@ -111,6 +111,7 @@ def open_source(
     class_columns: Sequence[str] = (),
     targets: Sequence[str] = (),
     fields: Sequence[str] = (),
+    classes: str | os.PathLike[str] | None = None,
     annotations: str | os.PathLike[str] | None = None,
     masks: str | os.PathLike[str] | None = None,
     annotation_masks: bool = False,
@@ -148,6 +149,7 @@ def open_source(
         class_columns=class_columns,
         targets=targets,
         fields=fields,
+        classes=classes,
         class_order=class_order,
     )
     paths = () if is_hugging_face(src) else _containers(src)

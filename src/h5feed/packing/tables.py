@@ -7,9 +7,12 @@ these it is left out, and said; where there is nothing else, it is asked for.
 
 An item of several classes has a list in its label cell, a text with a delimiter between class
 names or numbers where one is given, or a column of 0 and 1 for each class (`class_columns`).
+
+The order and number of classes follow from the cells, where no file of `classes` says them.
 """
 
 import fnmatch
+import os
 import re
 import reprlib
 from array import array
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from functools import partial
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +94,7 @@ class ColumnOptions:
     class_columns: Sequence[str] = ()
     targets: Sequence[str] = ()
     fields: Sequence[str] = ()
+    classes: str | os.PathLike[str] | None = None
     class_order: ClassOrder = "sorted"
 
     def refuse(self, what: str) -> None:
@@ -97,7 +102,7 @@ class ColumnOptions:
         for option in dataclass_fields(self):
             value = getattr(self, option.name)
             if value and option.name != "class_order":
-                said = value if isinstance(value, str) else " ".join(value)
+                said = value if isinstance(value, str | os.PathLike) else " ".join(value)
                 raise UsageError(f"{option.name}={said} is about {what}")
 
 
@@ -107,6 +112,20 @@ def build_table(table: RowTable, wanted: ColumnOptions, *, seen: Callable[[], No
     Raises UsageError naming table, row and column.
     """
     return _Builder(table, wanted, seen).table()
+
+
+def read_classes(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the class names of a text file, one a line; UsageError where there are none."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8", "surrogateescape").removeprefix("\ufeff")
+    except OSError as ex:
+        raise UsageError(f"classes={path} cannot be read: {ex.strerror}") from ex
+    names = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    for number, name in enumerate(names, 1):
+        if not name or "\0" in name:
+            what = "is empty" if not name else "holds a NUL, which HDF5 cannot keep"
+            raise UsageError(f"classes={path}: line {number} {what}: give a class name a line")
+    return tuple(names)
 
 
 def _is_name(cell: Any) -> bool:
@@ -132,6 +151,9 @@ class _Builder:
         self.blob = bytearray()
         self.offsets = array("q", [0])
         self.fields = [self._field(*parse_field(text)) for text in wanted.fields]
+        self.classes = () if wanted.classes is None else read_classes(wanted.classes)
+        if self.classes:
+            self._refuse_class_order(f"classes={wanted.classes}, which has an order")
 
     def _field(self, name: str, kind: FieldType | None) -> FieldBuilder:
         kind = self._table.types.get(name) if kind is None else kind
@@ -151,6 +173,9 @@ class _Builder:
         self._check_fields(columns)
         rows = self._keep_keys(first, path)
         kept = {path, *(one.name for one in self.fields)}
+        if self.classes and (wanted.class_columns or wanted.targets):
+            what = "targets are numbers" if wanted.targets else "class_columns name them"
+            raise UsageError(f"classes={wanted.classes} names classes, and {what}: leave it out")
         if wanted.class_columns:
             self._refuse_class_order("class columns, which come in the order they are named in")
             found = self._class_columns([c for c in columns if c not in kept])
@@ -166,8 +191,6 @@ class _Builder:
             return self._finish_with(columns, (path, label), self._with_names(rows, label))
         if label is not None:
             self._refuse_class_order(f"the class numbers of column {label!r}")
-        if label in self._table.classes:
-            name = None
         taken = [column for column in (path, label, name) if column is not None]
         return self._finish_with(columns, taken, self._with_labels(rows, label, name))
 
@@ -278,8 +301,24 @@ class _Builder:
             self.offsets.append(len(self.blob))
             for one in self.fields:
                 one.add(self._cell(row, one.name), partial(self._error, row, one.name))
+            self._check_rows(row)
             self._seen()
             yield row
+
+    def _check_rows(self, row: TableRow) -> None:
+        """Refuse rows of boxes' classes, or keypoints, that are not as many as the boxes."""
+        counts = {one.name: one for one in self.fields if one.kind and one.kind.kind == "boxes"}
+        for one in self.fields:
+            if one.kind is None or not (of := one.kind.rows_of):
+                continue
+            if of not in counts:
+                raise UsageError(
+                    f"field={one.name}:{one.kind}: {of!r} is no field of boxes: give it as well, "
+                    f"as --field {of}:boxes"
+                )
+            if one.rows != counts[of].rows:
+                said = counted(counts[of].rows, "box", "boxes")
+                raise self._error(row, one.name, f"{counted(one.rows, 'row')} for {said} of {of!r}")
 
     def _refuse_late_columns(self, row: TableRow, first: TableRow) -> None:
         """Refuse a jsonl line's label where the first line, which decides, has none."""
@@ -317,7 +356,7 @@ class _Builder:
         for row in rows:
             number = self._label(row, label, self._cell(row, label))
             labels.append(number)
-            if name is not None and number >= 0:
+            if name is not None and number >= 0 and not self._known(label):
                 given = self._class_name(row, name, str(self._cell(row, name)))
                 if names.setdefault(number, given) != given:
                     what = f"class {number} is {names[number]!r} above and {given!r} here"
@@ -326,7 +365,7 @@ class _Builder:
         return self._finish(classes, np.frombuffer(labels, np.int64))
 
     def _known(self, column: str) -> tuple[str, ...]:
-        return tuple(self._table.classes.get(column, ()))
+        return self.classes or tuple(self._table.classes.get(column, ()))
 
     def _numbered(self, names: Mapping[int, str], count: int) -> tuple[str, ...]:
         """Return the names of classes 0 to `count` − 1: the number where none is given."""
@@ -357,12 +396,12 @@ class _Builder:
             none = "−1, or " if least else ""
             what = f"{number} is not a class number ({none}0 to {_MOST_CLASSES - 1})"
             raise self._error(row, column, what + "; call a column to predict 'target'")
-        if (known := self._table.classes.get(column)) and number >= len(known):
+        if (known := self._known(column)) and number >= len(known):
             raise self._error(row, column, f"{number} is none of the {len(known)} classes")
         return number
 
     def _with_names(self, rows: Iterator[TableRow], column: str) -> Table:
-        numbers: dict[str, int] = {}
+        numbers = self._class_numbers()
         seen = array("q")
         for row in rows:
             cell = self._cell(row, column)
@@ -378,11 +417,25 @@ class _Builder:
             what = f"{_SHORT.repr(cell)} is a number among class names: call the column 'class'"
             raise self._error(row, column, f"{what} if it is a name")
         name = self._class_name(row, column, cell)
+        if self.classes and name not in numbers:
+            what = f"{_SHORT.repr(name)} is none of the {len(numbers)} classes"
+            raise self._error(row, column, f"{what} of {os.fspath(self._wanted.classes or '')}")
         return numbers.setdefault(name, len(numbers))
+
+    def _class_numbers(self) -> dict[str, int]:
+        """Return the number of each class name that is known before a row is."""
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        if len(numbers) < len(self.classes):
+            twice = next(n for k, n in enumerate(self.classes) if numbers[n] != k)
+            raise UsageError(
+                f"classes={self._wanted.classes}: {twice!r} is the name of two classes, and the "
+                "labels are names: give numbers"
+            )
+        return numbers
 
     def _ranked(self, numbers: Mapping[str, int]) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
         """Return the classes in their order, and the place there of each number."""
-        classes = sorted_classes(numbers, self._wanted.class_order)
+        classes = self.classes or sorted_classes(numbers, self._wanted.class_order)
         rank = np.empty(len(classes), np.int64)
         rank[[numbers[name] for name in classes]] = np.arange(len(classes))
         return tuple(classes), rank
@@ -390,7 +443,7 @@ class _Builder:
     def _with_several(self, rows: Iterator[TableRow], column: str) -> Table:
         """Read any number of classes a row: all names, or all class numbers."""
         item, seen = array("q"), array("q")
-        numbers: dict[str, int] = {}
+        numbers = self._class_numbers()
         named: bool | None = None
         for at, row in enumerate(rows):
             for part in self._parts(row, column):
@@ -451,8 +504,8 @@ class _Builder:
             for column in columns:
                 values.append(self._target(row, column))
         count = len(self.offsets) - 1
-        if not columns:
-            return self._finish((), np.full(count, -1, np.int64))
+        if not columns:  # boxes may have the classes
+            return self._finish(self.classes, np.full(count, -1, np.int64))
         table = self._finish((), np.frombuffer(values, np.float32).reshape(count, -1))
         return replace(table, targets=tuple(columns))
 

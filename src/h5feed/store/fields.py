@@ -85,6 +85,21 @@ class FieldType:
         if min(sides, default=1) < 1 or len(sides) > 8 or math.prod(sides) > _MOST_NUMBERS:
             raise ValueError(f"shape={self.shape} is not a shape of an item")
 
+    def __str__(self) -> str:
+        """Return the type as `--field NAME:TYPE` has it.
+
+        >>> str(FieldType(kind="array", dtype="int64", rows_of="boxes"))
+        'int64[n]@boxes'
+        """
+        if self.kind in ("text", "json", "boxes"):
+            return self.kind
+        sides: tuple[int | str, ...] = self.shape if self.is_fixed else ("n", *self.shape)
+        if self.kind == "keypoints":
+            sides = self.swap or self.shape[:1]
+        made = "keypoints" if self.kind == "keypoints" else self.dtype
+        made += f"[{','.join(map(str, sides))}]" if sides else ""
+        return made + (f"@{self.rows_of}" if self.rows_of else "")
+
     @property
     def is_fixed(self) -> bool:
         """Whether all items have one shape."""
