@@ -37,7 +37,7 @@ def main(given: list[str] | None = None) -> float:
     args = parser.parse_args(given)
 
     torch.manual_seed(0)
-    ds = H5Dataset(args.scenes, target_dtype=torch.int64)
+    ds = H5Dataset(args.scenes, target_dtype=torch.int64, aspect="stored")
     numbers = {int(i) for _, mask in ds for i in mask.unique()} - {VOID}
     classes = max(numbers) + 1 if args.classes is None else args.classes
     loader = H5Loader(

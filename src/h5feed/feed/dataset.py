@@ -95,7 +95,7 @@ class H5Dataset(Dataset[tuple[Any, Any]]):
         image_root: FilePath | None = None,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        """Open `root`: a packed file, a glob pattern, or a sequence of files packed alike.
+        """Open `root`: a packed file, a set's folder, a pattern, or a list of files packed alike.
 
         `transform` is called on each image and `target_transform` on each label or mask, or in
         the place of both `transforms` on (image, target), as in torchvision.
