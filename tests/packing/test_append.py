@@ -164,3 +164,7 @@ def test_a_folder_that_is_no_whole_set(folder, birds, out, tmp_path):
             UsageError, match=r"is not a whole set that could be appended to: it has"
         ):
             append(birds, place)
+    file = tmp_path / "x.h5"
+    file.touch()
+    with pytest.raises(UsageError, match=r"x\.h5 is a file, and append adds shards to a set: make"):
+        append(birds, file)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -55,7 +56,7 @@ def test_a_set_is_merged_only_when_all_its_shards_are_there_and_of_it(folder, ou
     with pytest.raises(PackError) as caught:
         merge_set(out)
     assert caught.value.sentence == (
-        f"{out} is no whole set, 4 shards of 5 are missing or wrong: pack their parts, or bring "
+        f"{out} is no whole set, 4 of 5 shards missing or wrong: pack their parts, or bring "
         "the shards, then merge-h5 again"
     )
     lines = caught.value.details.splitlines()
@@ -72,7 +73,7 @@ def test_a_shard_of_another_version_is_named(folder, out):
     pack_set(folder, out)
     with h5py.File(out / "shard-00001-of-00005.h5", "r+") as file:
         file.attrs["format_version"] = np.int64(2)
-    with pytest.raises(PackError, match="1 shard of 5 are missing") as caught:
+    with pytest.raises(PackError, match="1 of 5 shards missing") as caught:
         merge_set(out)
     assert "format_version=2, and this h5feed reads 1" in caught.value.details
 
@@ -87,6 +88,7 @@ def test_merging_makes_the_same_index_again(folder, out):
 
 
 def test_a_folder_without_shards_or_of_two_packings(folder, out, tmp_path):
+    out.mkdir()
     with pytest.raises(PackError, match=r"set holds no shards: pack some with pack-h5 SRC"):
         merge_set(out)
     pack_set(folder, out)
@@ -175,7 +177,7 @@ def test_what_cannot_be_one_set_is_refused_by_name(folder, birds, out, tmp_path)
     with pytest.raises(UsageError, match=r"set1 exists: give a new folder"):
         join_sets([a], tmp_path / "set1")
     (tmp_path / "set1" / "shard-00003-of-00005.h5").unlink()
-    with pytest.raises(PackError, match=r"set1 is no whole set, 1 shard of 5 are missing or wrong"):
+    with pytest.raises(PackError, match=r"set1 is no whole set, 1 of 5 shards missing or wrong"):
         join_sets([a, tmp_path / "set1"], out)
 
 
@@ -234,6 +236,22 @@ def test_a_full_disk_leaves_nothing_of_a_new_set(folder, out, tmp_path, monkeypa
     assert names(tmp_path) == ["set", "source_images"]
 
 
+@pytest.mark.parametrize("name", ["index.h5", "shard-00000-of-00005.h5", "x"])
+def test_nothing_is_made_inside_a_set(folder, out, tmp_path, name):
+    """It would replace a part of it, or stand in the way of an append."""
+    pack_set(folder, out)
+    before = bytes_of(out)
+    (tmp_path / "link").symlink_to(out)
+    said = r"lies inside the set .*(set|link): give a path outside of it"
+    for place in (out, tmp_path / "link"):
+        for options in ({}, {"shards": 2}):
+            with pytest.raises(UsageError, match=said):
+                compact_set([out], place / name, overwrite=True, **options)
+    with pytest.raises(UsageError, match=said):
+        join_sets([out], out / "both")
+    assert bytes_of(out) == before
+
+
 # --- the command
 
 
@@ -252,7 +270,9 @@ def test_the_command(folder, out, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "status", "said"),
     [
-        (["none"], 1, "none holds no shards: pack some with pack-h5 SRC none --shards N"),
+        (["none"], 2, "none does not exist: give the folder of a set"),
+        (["file.h5"], 2, "file.h5 is a file: give the folder of a set"),
+        (["."], 1, ". holds no shards: pack some with pack-h5 SRC . --shards N"),
         (["none", "out", "--shards", "3"], 2, "shards=3 is for writing items anew: give --compact"),
         (["none", "--compact"], 2, "paths: give a set, or sets and files and what to make of them"),
         (["none", "out"], 1, "none does not exist"),
@@ -260,5 +280,6 @@ def test_the_command(folder, out, tmp_path, capsys):
 )
 def test_the_command_says_what_is_wrong(args, status, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    Path("file.h5").touch()
     assert main(args) == status
     assert said in capsys.readouterr().err

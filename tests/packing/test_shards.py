@@ -341,7 +341,7 @@ def test_the_command_packs_sets(folder, out, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{out}: 14 images in 3 shards, 2 classes, ")
     assert said[-1] == (
-        f"no index yet, 2 shards still to come: the last part writes it, or merge-h5 {out}"
+        f"not in the index yet, 2 shards still to come: the last part writes it, or merge-h5 {out}"
     )
     assert main([*given, "--resume", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -154,7 +154,7 @@ def test_a_set_is_checked_shard_by_shard(tmp_path):
         file.write(b"wrong")
     report = check_set(folder)
     assert not report.is_sound
-    assert "2 of 8 items in 3 shards" in str(report)
+    assert "set: 2 of 3 shards not sound (8 items read, " in str(report)
     assert f"{names[0]}: this shard of the set is missing" in str(report)
     assert f"{names[1]}: 1 damaged of 4 items" in str(report)
     assert [shard["sound"] for shard in json.loads(report.to_json())["shards"]] == [

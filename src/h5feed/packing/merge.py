@@ -123,8 +123,7 @@ def join_sets(
     found = look_into(folder)
     if found.has_index or found.others or (folder.exists() and not folder.is_dir()):
         raise UsageError(f"OUT {folder} exists: give a new folder")
-    if not folder.absolute().parent.is_dir():
-        raise UsageError(f"OUT {folder}: the folder {folder.parent} does not exist: make it first")
+    _check_parent(folder)
     inputs = [_input(Path(source), progress) for source in sources]
     generations = [one for generations in inputs for one in generations]
     _refuse_copies(generations)
@@ -166,8 +165,7 @@ def compact_set(
         raise UsageError(f"OUT {target} exists: give another name, or --overwrite")
     if target.is_dir():
         raise UsageError(f"OUT {target} is a folder: give the name of a new one, or of a file")
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"OUT {target}: the folder {target.parent} does not exist: make it first")
+    _check_parent(target)
     generations = [one for path in sources for one in _input(Path(path), progress)]
     _refuse_copies(generations)
     bases = _bases(generations)
@@ -202,6 +200,15 @@ def compact_set(
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
+
+
+def _check_parent(out: Path) -> None:
+    """Refuse to make something where no folder is, or inside a set, which holds nothing else."""
+    parent = Path(os.path.realpath(out)).parent
+    if not parent.is_dir():
+        raise UsageError(f"OUT {out}: the folder {out.parent} does not exist: make it first")
+    if not look_into(parent).is_empty:
+        raise UsageError(f"OUT {out} lies inside the set {out.parent}: give a path outside of it")
 
 
 def _digest(value: Any) -> str:
@@ -275,6 +282,9 @@ def _place(path: Path, target: Path, classes: tuple[str, ...]) -> None:
 
 def _whole_generations(folder: Path, progress: bool) -> list[_Generation]:
     """Return the generations of a set, once every shard is found to be whole and in its place."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {what}: give the folder of a set")
     found = look_into(folder)
     if not found.shards:
         raise PackError(f"{folder} holds no shards: pack some with pack-h5 SRC {folder} --shards N")
@@ -289,7 +299,7 @@ def _whole_generations(folder: Path, progress: bool) -> list[_Generation]:
     if wrong:
         shown = wrong[:_LISTED] + ([f"and {len(wrong) - _LISTED:,} more"] * (len(wrong) > _LISTED))
         raise PackError(
-            f"{folder} is no whole set, {counted(len(wrong), 'shard')} of {total:,} are missing or "
+            f"{folder} is no whole set, {len(wrong):,} of {counted(total, 'shard')} missing or "
             "wrong: pack their parts, or bring the shards, then merge-h5 again",
             details="\n".join(f"  {line}" for line in shown),
         )

@@ -80,6 +80,11 @@ def check_set_folder(
     given = Path(out)
     folder = Path(os.path.realpath(given))
     if folder.exists() and not folder.is_dir():
+        if options.append:
+            raise UsageError(
+                f"OUT {given} is a file, and append adds shards to a set: make one of it with "
+                f"`merge-h5 {given} SET`"
+            )
         raise UsageError(
             f"OUT {given} is a file, and shards={options.shards} makes a folder of shards: give "
             "another name, or leave shards out"

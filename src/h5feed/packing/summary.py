@@ -74,8 +74,8 @@ class PackSummary:
             lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]
         if self.missing:
             lines.append(
-                f"no index yet, {counted(len(self.missing), 'shard')} still to come: the last part "
-                f"writes it, or merge-h5 {self.out}"
+                f"not in the index yet, {counted(len(self.missing), 'shard')} still to come: the "
+                f"last part writes it, or merge-h5 {self.out}"
             )
         return "\n".join(lines)
 

@@ -99,8 +99,9 @@ class SetReport:
         said = f"{counted(items, 'item')} in {counted(len(self.shards), 'shard')}, {size:,.1f} MB"
         if not wrong:
             return f"{printable(self.path)}: sound ({said})"
-        lines = [f"{printable(self.path)}: {len(wrong)} of {said} not sound", *map(str, wrong)]
-        return "\n".join(lines)
+        shards = f"{len(wrong):,} of {counted(len(self.shards), 'shard')} not sound"
+        read = f"{counted(items, 'item')} read, {size:,.1f} MB"
+        return "\n".join([f"{printable(self.path)}: {shards} ({read})", *map(str, wrong)])
 
 
 def check_set(
