@@ -125,6 +125,19 @@ def test_what_a_crop_cuts_off_is_left_out_with_its_rows(root):
     assert target["area"].tolist() == [840]
 
 
+@pytest.mark.parametrize("shards", [None, "2"])
+def test_boxes_that_a_crop_or_the_image_leaves_out_are_counted(root, shards):
+    boxes = [[-30, -30, 20, 20], [30, 20, 40, 20], [W + 1, 0, 9, 9]]  # two lie outside
+    entries = [
+        {"id": k, "image_id": 3, "category_id": 1, "bbox": box} for k, box in enumerate(boxes)
+    ]
+    path = written(root, coco(annotations=entries))
+    summary = pack(root, root.parent / "out", annotations=path, size=64, shards=shards)
+    assert summary.boxes_left_out == 2
+    assert "left out, with less than a pixel in the stored images: 2 boxes" in str(summary)
+    assert json.loads(summary.to_json())["boxes_left_out"] == 2
+
+
 def test_the_loader_moves_them_on(root):
     ds = packed(root, written(root, coco()), background=(0, 0, 0))
     ops = [augment.RandomHorizontalFlip(1.0), augment.CenterCrop(64)]

@@ -275,7 +275,14 @@ def test_metadata_beside_images_is_their_manifest(tmp_path):
         "read as the manifest: metadata.csv in SRC, which has a column file_name",
     )
     line = '{"file_name": "1.png", "text": "a dog"}\n'
+    (tmp_path / "metadata.csv").unlink()
     (tmp_path / "metadata.jsonl").write_text(line)
     with pytest.raises(UsageError, match=r"columns 'text' are neither .* as --field text,"):
         open_source(tmp_path)
-    assert open_source(tmp_path, fields=["text"]).fields["text"].data.tobytes() == b"a dog"
+    source = open_source(tmp_path, fields=["text"])
+    assert source.fields["text"].data.tobytes() == b"a dog"
+    assert source.notes[1:] == ("left out, in SRC and not in its manifest: 1 image",)
+    (tmp_path / "metadata.csv").write_text("file_name,label\n2.png,cat\n1.png,dog\n")
+    said = r"holds metadata.jsonl and metadata.csv, .*: keep one, or say which, as --manifest"
+    with pytest.raises(UsageError, match=said):
+        open_source(tmp_path, fields=["text"])

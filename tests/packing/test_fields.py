@@ -75,6 +75,12 @@ def test_types_that_are_named(root, kind, cells, values, ending):
     assert [value.tolist() if isinstance(value, np.ndarray) else value for value in got] == values
 
 
+def test_the_type_that_is_advised_takes_the_cell(root):
+    with pytest.raises(UsageError, match=r"\['a'\] is not text: .* as in --field x:json$"):
+        gathered(root, "text", ["a", ["a"]], ending="jsonl")
+    assert list(gathered(root, "json", ["a", ["a"]], ending="jsonl")[1]) == ["a", ["a"]]
+
+
 def test_numbers_in_words_and_json_in_cells(root):
     assert gathered(root, "float32[3]", ["1 2 3", "4,5,6"])[1][1].tolist() == [4, 5, 6]
     assert np.isnan(gathered(root, "float32", ["1", "nan"])[1][1])

@@ -148,6 +148,13 @@ def test_a_mistake_in_a_tar_is_named(tmp_path, members, options, said):
     assert said in refusal(UsageError, write_tar(tmp_path / "a.tar", members), **options)
 
 
+def test_tars_are_named_in_an_error_wherever_one_stands(tmp_path, monkeypatch):
+    write_tar(tmp_path / "a.tar", samples(0, 1))
+    monkeypatch.chdir(tmp_path)
+    said = refusal(UsageError, "a.tar", fields=["nope"])
+    assert said.startswith("field='nope': *.tar has no such column; its columns are 'cls'")
+
+
 @pytest.mark.parametrize("cut", [100, 512 + 30, -700, -1024])
 def test_a_tar_that_is_cut_off_is_one_sentence(tmp_path, cut):
     good = write_tar(tmp_path / "a.tar", samples(0, 1))

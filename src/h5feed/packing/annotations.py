@@ -20,7 +20,14 @@ from h5feed.packing.items import EXTENSIONS, Table
 from h5feed.store.fields import FieldType, FieldValues
 from h5feed.text import counted
 
-__all__ = ["Layout", "coco_outlines", "draw_mask", "find_layout", "read_annotations"]
+__all__ = [
+    "Layout",
+    "coco_outlines",
+    "count_others",
+    "draw_mask",
+    "find_layout",
+    "read_annotations",
+]
 
 _CROWD = 255  # of a mask: what losses ignore
 _SIDES = (("left", "right"), ("right", "left"))
@@ -312,7 +319,7 @@ class _Boxes:
         if self.without_area:
             said = counted(self.without_area, "box", "boxes")
             notes.append(f"left out, without area: {said}")
-        if whole and (missing := self._unknown_images()):
+        if whole and (missing := count_others(self.root, self.keys)):
             said = counted(missing, "image")
             notes.append(f"left out, in SRC and not in the annotations: {said}")
         return Table(
@@ -328,14 +335,16 @@ class _Boxes:
             notes=tuple(notes),
         )
 
-    def _unknown_images(self) -> int:
-        known, unknown = set(self.keys), 0
-        for folder, _, names in os.walk(self.root):
-            below = os.path.relpath(folder, self.root)
-            for name in names:
-                key = os.fsencode(name if below == "." else f"{below}/{name}".replace(os.sep, "/"))
-                unknown += name.lower().endswith(EXTENSIONS) and key not in known
-        return unknown
+
+def count_others(root: Path, keys: Iterable[bytes]) -> int:
+    """Return how many images below `root` have a path that is not among `keys`."""
+    known, others = set(keys), 0
+    for folder, _, names in os.walk(root):
+        below = os.path.relpath(folder, root)
+        for name in names:
+            key = os.fsencode(name if below == "." else f"{below}/{name}".replace(os.sep, "/"))
+            others += name.lower().endswith(EXTENSIONS) and key not in known
+    return others
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -154,7 +154,7 @@ def open_parquets(
             for n, row in enumerate(cells if others else repeat({}, file.metadata.num_rows)):
                 yield TableRow(f"{path.name}, row {n + 1}", row, os.fsencode(f"{name}/{n}"))
 
-    table = _build(rows(), str(paths[0].parent), schema, wanted, seen)
+    table = _build(rows(), str(paths[0].parent / "*.parquet"), schema, wanted, seen)
     counts = [file.metadata.num_rows for file in files]
     starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)
     return ParquetSource(paths=tuple(paths), starts=starts, column=column, **table)

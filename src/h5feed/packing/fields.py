@@ -94,7 +94,8 @@ class FieldBuilder:
             why = f" ({ex})" if isinstance(ex, _Misfit) else ""
             raise error(
                 f"{_SHORT.repr(cell)} is not {self.kind}{why}: mend it, or give the "
-                f"field another type, as in --field {self.name}:text"
+                f"field another type, as in --field {self.name}:"
+                + ("text" if isinstance(cell, str) else "json")
             ) from ex
         self._offsets.append(len(self._data))
 

@@ -236,6 +236,8 @@ class Results:
         """Bytes of payload so far, for each of `payload_names`."""
         self.source_bytes = 0
         self.skips: list[Skip] = []
+        self.boxes_left_out = 0
+        """Boxes of packed images that lie outside what is stored; known once they are finished."""
         self.say: Callable[[str], None] = lambda text: None
         """Is told of each image that is skipped."""
         self._rows = np.empty(self.total, row_type(job.specs))
@@ -366,7 +368,13 @@ def _further(results: Results) -> dict[str, FieldValues]:
     rows, job = results.rows, results.job
     index = rows["index"].astype(np.int64)
     fields = {name: values.take(index) for name, values in job.source.fields.items()}
-    return stored_places(fields, rows["source_shape"], job.specs[0])
+    stored = stored_places(fields, rows["source_shape"], job.specs[0])
+    results.boxes_left_out = sum(
+        (values.data.nbytes - stored[name].data.nbytes) // values.type.row_bytes
+        for name, values in fields.items()
+        if values.type.kind == "boxes"
+    )
+    return stored
 
 
 def _offsets(results: Results) -> dict[str, Array | None]:

@@ -228,6 +228,7 @@ def _pack_set(
         skipped=tuple((skip.key, skip.text) for skip in skipped),
         skipped_by_reason=dict(Counter(skip.reason for skip in skipped).most_common()),
         fit=describe_fit(specs, np.concatenate(shapes)) if shapes else "",
+        boxes_left_out=sum(shard.boxes_left_out for shard in packed.shards),
         shards=len(packed.shards),
         missing=packed.missing,
     )
@@ -440,4 +441,5 @@ def _summarize(paths: OutputPaths, results: Results, *, resumed: int, began: flo
         skipped=tuple((job.name(skip.item), str(skip)) for skip in results.skips),
         skipped_by_reason=results.skipped_by_reason(),
         fit=describe_fit(job.specs, results.rows["source_shape"]),
+        boxes_left_out=results.boxes_left_out,
     )

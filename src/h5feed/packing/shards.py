@@ -58,6 +58,8 @@ class PackedShard:
     skipped: tuple[SkippedImage, ...]
     source_shapes: npt.NDArray[np.int32]
     """(N, 2) height and width."""
+    boxes_left_out: int = 0
+    """Boxes outside what is stored; 0 where an earlier run has made it."""
     was_there: bool = False
     """Whether an earlier run has made it."""
 
@@ -392,6 +394,7 @@ class _Run:
                 SkippedImage(job.name(skip.item), skip.reason, str(skip)) for skip in results.skips
             ),
             source_shapes=results.rows["source_shape"].copy(),
+            boxes_left_out=results.boxes_left_out,
         )
 
 

@@ -20,7 +20,13 @@ from PIL import Image
 
 from h5feed.errors import PackError, UsageError
 from h5feed.optional import require
-from h5feed.packing.annotations import coco_outlines, draw_mask, find_layout, read_annotations
+from h5feed.packing.annotations import (
+    coco_outlines,
+    count_others,
+    draw_mask,
+    find_layout,
+    read_annotations,
+)
 from h5feed.packing.arrow import is_hugging_face, open_hugging_face, open_parquets
 from h5feed.packing.decode import DAMAGED, DecodeError, decode_mask, image_to_rgb, read_file
 from h5feed.packing.items import (
@@ -166,13 +172,14 @@ def open_source(
                 if value:
                     raise UsageError(f"{name}={value} is about a folder, and SRC is {kind}")
             return _open_container(src, paths, wanted, extensions, num_workers, seen=bar.advance)
-        folder, listed, note = Path(src), None, ""
+        folder, listed, note, own = Path(src), None, "", False
         if manifest is None and annotations is None and (found := find_layout(folder)):
             folder, annotations, listed = found
             note = f"read with their annotations: {annotations}"
         _check_folder(folder, "SRC")
         if manifest is None and annotations is None:
             manifest, note = _metadata(folder)
+            own = manifest is not None
         if manifest is None:
             wanted.refuse("a manifest's columns: give one as well")
         if annotations is not None:
@@ -185,6 +192,9 @@ def open_source(
     source = FolderSource(root=folder, **table.columns())
     if note:
         source = replace(source, notes=(note, *source.notes))
+    if own and (others := count_others(folder, map(source.key, range(len(source))))):
+        said = f"left out, in SRC and not in its manifest: {counted(others, 'image')}"
+        source = replace(source, notes=(*source.notes, said))
     if annotation_masks:
         if annotations is None or not os.path.isfile(annotations):
             raise UsageError("annotation_masks draws COCO's segmentations: give its JSON file")
@@ -198,11 +208,20 @@ def open_source(
 
 def _metadata(folder: Path) -> tuple[Path | None, str]:
     """Return the folder's own manifest, as Hugging Face's ImageFolder has it, and what to say."""
-    for name in ("metadata.jsonl", "metadata.csv", "metadata.parquet"):
-        path = folder / name
-        if path.is_file() and "file_name" in first_columns(path):
-            return path, f"read as the manifest: {name} in SRC, which has a column file_name"
-    return None, ""
+    paths = [folder / f"metadata.{end}" for end in ("jsonl", "csv", "parquet")]
+    found = [path for path in paths if path.is_file() and "file_name" in first_columns(path)]
+    if not found:
+        return None, ""
+    if len(found) > 1:
+        names = " and ".join(path.name for path in found)
+        raise UsageError(
+            f"SRC {str(folder)!r} holds {names}, each with a column file_name: keep one, or say "
+            f"which, as --manifest {shlex.quote(str(found[0]))}"
+        )
+    return (
+        found[0],
+        f"read as the manifest: {found[0].name} in SRC, which has a column file_name",
+    )
 
 
 # --- tar and parquet files

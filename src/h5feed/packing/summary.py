@@ -46,6 +46,8 @@ class PackSummary:
     skipped_by_reason: dict[str, int]
     fit: str
     """What --fit did, in words."""
+    boxes_left_out: int = 0
+    """Boxes of these images that have less than a pixel in what is stored of them."""
     shards: int = 0
     """Shards of a set, or of this part of one, in which the images are; 0 for one file."""
     missing: tuple[str, ...] = ()
@@ -69,6 +71,9 @@ class PackSummary:
             + (f" ({self.resumed:,} were done before)" if self.resumed else ""),
             self.fit,
         ]
+        if self.boxes_left_out:
+            said = counted(self.boxes_left_out, "box", "boxes")
+            lines.append(f"left out, with less than a pixel in the stored images: {said}")
         if self.skipped:
             lines.append(f"{counted(len(self.skipped), 'image')} skipped:")
             lines += [f"  {count:,} × {why}" for why, count in self.skipped_by_reason.items()]

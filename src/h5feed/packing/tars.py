@@ -102,7 +102,7 @@ def open_tars(
                 key = os.fsencode(f"{names[number]}/{sample.key}")
                 yield TableRow(where, sample.cells, key)
 
-    table = RowTable(name=str(paths[0].parent), rows=rows())
+    table = RowTable(name=str(paths[0].parent / "*.tar"), rows=rows())
     columns = build_table(table, wanted, seen=seen).columns()
     if alone := left.pop("", 0):
         columns["notes"] += (f"left out, without an image: {counted(alone, 'sample')}",)
