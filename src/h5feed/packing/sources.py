@@ -103,8 +103,8 @@ class FolderSource(ImageSource):
         """Yield size and time of change of each image's file and its mask's, or its outlines."""
         for index in range(len(self)):
             mask = self.mask_path(index)
-            yield file_status(self.path(index)) + (b"" if mask is None else file_status(mask))
-            yield b"" if self.outlines is None else bytes(self.outlines.item(index))
+            status = file_status(self.path(index)) + (b"" if mask is None else file_status(mask))
+            yield status + (b"" if self.outlines is None else bytes(self.outlines.item(index)))
 
 
 def open_source(
