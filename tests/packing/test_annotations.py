@@ -417,7 +417,8 @@ def test_masks_are_drawn_as_pycocotools_draws_them(root):
         ([[1, 2]], "segmentation that is none"),
         ([["a", "b", "c", "d", "e", "f"]], "segmentation that is none"),
         ({"size": [9, 9], "counts": [81]}, r"segmentation that is none \(size \[9, 9\]\)"),
-        ({"size": [H, W]}, "segmentation that is none"),
+        ({"size": [H, W]}, r"segmentation that is none \(neither polygons nor an RLE of"),
+        ("x", r"segmentation that is none \(neither polygons nor an RLE of"),
         ({"size": [H, W], "counts": [10**9]}, r".* \(counts of 1000000000 pixels\)"),
     ],
 )

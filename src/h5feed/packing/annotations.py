@@ -186,7 +186,10 @@ def draw_mask(outlines: memoryview, *, max_pixels: int) -> npt.NDArray[np.uint8]
     mask = np.zeros((height, width), np.uint8)
     for number, is_crowd, outline in parts:
         try:
-            if isinstance(outline, dict) and outline["size"] != [height, width]:
+            is_rle = isinstance(outline, dict) and {"size", "counts"} <= outline.keys()
+            if not (is_rle or isinstance(outline, list)):
+                raise ValueError("neither polygons nor an RLE of size and counts")
+            if is_rle and outline["size"] != [height, width]:
                 raise ValueError(f"size {outline['size']}")
             drawn = outline
             if isinstance(outline, list):
