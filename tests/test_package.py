@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "augment": set(),
     "packing": {"store"},
     "feed": {"store", "augment"},
-    "interop": {"store", "augment", "feed"},
+    "interop": {"store", "augment", "packing", "feed"},
     "train": {"store", "augment", "feed", "interop"},
     "bench": {"store", "augment", "packing", "feed", "interop", "train"},
     "cli": {"store", "augment", "packing", "feed", "interop", "train", "bench"},

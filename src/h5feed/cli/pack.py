@@ -29,6 +29,9 @@ class _PackCommand:
     """File to make; with --shards the folder of a set."""
     packing: PackOptions = field(default_factory=PackOptions)
     """How images are packed."""
+    ray: Annotated[tuple[()] | tuple[str] | None, tyro.conf.arg(metavar="[ADDRESS]")] = None
+    """Pack the shards of a set on a Ray cluster: the one at ADDRESS, or that this machine is in.
+    All nodes must reach SRC and OUT under the same paths."""
     json: bool = False
     """Print the summary as one JSON object."""
 
@@ -39,7 +42,15 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _pack(command: _PackCommand) -> None:
-    summary = pack_with(command.src, command.out, command.packing, progress=True)
+    if command.ray is None:
+        summary = pack_with(command.src, command.out, command.packing, progress=True)
+    else:
+        from h5feed.interop import ray
+
+        address = command.ray[0] if command.ray else "auto"
+        summary = ray.pack(
+            command.src, command.out, command.packing, address=address, progress=True
+        )
     say(summary.to_json() if command.json else str(summary))
 
 

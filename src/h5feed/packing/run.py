@@ -34,16 +34,16 @@ from h5feed.packing.output import (
     what_failed,
 )
 from h5feed.packing.resize import stored_size
-from h5feed.packing.shard_plan import plan_shards
-from h5feed.packing.shards import check_set_folder, pack_set
+from h5feed.packing.shard_plan import ShardPlan, plan_shards
+from h5feed.packing.shards import MakeShards, check_set_folder, pack_set, pack_shards
 from h5feed.packing.sources import DatasetSource, names_files, open_source
 from h5feed.packing.summary import PackSummary, describe_fit, label_numbers
 from h5feed.packing.tables import ColumnOptions
 from h5feed.packing.workers import Outputs, pack_images
 from h5feed.progress import Progress
-from h5feed.store.layout import Encoding, Fit
+from h5feed.store.layout import Encoding, FieldSpec, Fit
 
-__all__ = ["PackSummary", "pack", "pack_with"]
+__all__ = ["PackSummary", "open_set", "pack", "pack_with"]
 
 
 def pack(
@@ -159,9 +159,14 @@ def pack(
 
 
 def pack_with(
-    source: Any, out: str | os.PathLike[str], options: PackOptions, *, progress: bool = False
+    source: Any,
+    out: str | os.PathLike[str],
+    options: PackOptions,
+    *,
+    make: MakeShards = pack_shards,
+    progress: bool = False,
 ) -> PackSummary:
-    """Do what `pack` does, with the options in one object.
+    """Do what `pack` does, with the options in one object; `make` makes the shards of a set.
 
     >>> options = PackOptions(size="64", store="jpeg", quality=95, num_workers=0)
     >>> pack_with("images", "small.h5", options).items
@@ -172,7 +177,7 @@ def pack_with(
     if not hasattr(os, "pwrite"):  # before any work: the end would need it
         raise PackError("packing needs Linux or macOS: this system cannot write at a position")
     if options.makes_a_set:
-        return _pack_set(source, out, options, progress=progress, began=began)
+        return _pack_set(source, out, options, make=make, progress=progress, began=began)
     paths = OutputPaths.of(out)
     check_out(paths, Path(source) if _is_path(source) else None, options)
     found = _open(source, options, progress)
@@ -190,24 +195,14 @@ def _pack_set(
     out: str | os.PathLike[str],
     options: PackOptions,
     *,
+    make: MakeShards,
     progress: bool,
     began: float,
 ) -> PackSummary:
     """Pack a set, or a part of one; where all of its shards are there, write its index."""
     folder = check_set_folder(out, Path(source) if _is_path(source) else None, options)
-    found = _open(source, options, progress)
-    if not isinstance(found, ImageSource):
-        what = "append" if options.append else f"shards={options.shards}"
-        raise UsageError(
-            f"{what} needs images in files, and source is a dataset: pack one file, and make a set "
-            "of it with merge-h5"
-        )
-    if options.append:
-        found, specs, plan = plan_append(found, folder, options)
-    else:
-        specs = field_specs(options, stored_size(found, options, progress=progress))
-        plan = plan_shards(found, specs, options)
-    packed = pack_set(found, specs, folder, options, plan, progress=progress)
+    found, specs, plan = open_set(source, folder, options, progress=progress)
+    packed = pack_set(found, specs, folder, options, plan, make=make, progress=progress)
     if not packed.missing:
         merge_set(folder, progress=progress)
     seconds = time.monotonic() - began
@@ -232,6 +227,23 @@ def _pack_set(
         shards=len(packed.shards),
         missing=packed.missing,
     )
+
+
+def open_set(
+    source: Any, folder: Path, options: PackOptions, *, progress: bool = False
+) -> tuple[ImageSource, tuple[FieldSpec, ...], ShardPlan]:
+    """Return the images of a set, their pixel fields, and which shard holds which of them."""
+    found = _open(source, options, progress)
+    if not isinstance(found, ImageSource):
+        what = "append" if options.append else f"shards={options.shards}"
+        raise UsageError(
+            f"{what} needs images in files, and source is a dataset: pack one file, and make a set "
+            "of it with merge-h5"
+        )
+    if options.append:
+        return plan_append(found, folder, options)
+    specs = field_specs(options, stored_size(found, options, progress=progress))
+    return found, specs, plan_shards(found, specs, options)
 
 
 def _size_text(size: str | int | tuple[int, int]) -> str:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,15 @@ from h5feed.store.layout import FieldSpec, FileIndex
 from h5feed.store.read import read_index
 from h5feed.text import counted
 
-__all__ = ["PackedSet", "PackedShard", "check_set_folder", "pack_set", "pack_shards"]
+__all__ = [
+    "MakeShards",
+    "PackedSet",
+    "PackedShard",
+    "check_set_folder",
+    "pack_set",
+    "pack_shards",
+    "what_is_kept",
+]
 
 _MOST_UNFINISHED = 8
 """Shards that are written and wait for their names; small ones are written faster than finished."""
@@ -73,6 +81,23 @@ class PackedSet:
     """Those of this run's part, also those that were there already."""
     missing: tuple[str, ...]
     """The plan's shards that are not there yet: without them there is no index."""
+
+
+class MakeShards(Protocol):
+    """Makes shards of a plan, as `pack_shards` does here; others do it elsewhere."""
+
+    def __call__(
+        self,
+        source: ImageSource,
+        specs: tuple[FieldSpec, ...],
+        folder: Path,
+        options: PackOptions,
+        plan: ShardPlan,
+        numbers: Sequence[int],
+        *,
+        progress: bool = False,
+    ) -> list[PackedShard]:
+        """Make these shards in `folder`; return what they hold."""
 
 
 def check_set_folder(
@@ -123,9 +148,10 @@ def pack_set(
     options: PackOptions,
     plan: ShardPlan,
     *,
+    make: "MakeShards",
     progress: bool,
 ) -> PackedSet:
-    """Pack the shards of this run's part that are not there yet."""
+    """Pack the shards of this run's part that are not there yet; `make` makes them."""
     part, parts = (0, 1) if options.part is None else find_part(options.part)
     before = look_into(folder)
     if not options.overwrite:
@@ -144,7 +170,7 @@ def pack_set(
     names = {shard.name for shard in there}
     numbers = [shard for shard in mine if plan.name(shard) not in names]
     try:
-        made = pack_shards(source, specs, folder, options, plan, numbers, progress=progress)
+        made = make(source, specs, folder, options, plan, numbers, progress=progress)
     except BaseException:
         if made_folder:
             with suppress(OSError):  # where nothing was kept
@@ -265,6 +291,14 @@ def pack_shards(
             run.end()
 
 
+def what_is_kept(whole: int, shards: int, folder: Path, options: PackOptions) -> str:
+    """Say what is kept of a run that ended with so many of its shards whole."""
+    if not whole:
+        return "nothing was kept"
+    again = "the same command" + ("" if options.part else " with --resume")
+    return f"{whole:,} of {counted(shards, 'shard')} are kept in {folder}: {again} makes the others"
+
+
 class _Run:
     """Takes the blocks of all shards of one run, and finishes a shard when its last is written."""
 
@@ -322,13 +356,7 @@ class _Run:
         """Say what is kept, once no shard is being finished any more."""
         self._pool.shutdown(wait=True)
         whole = len(self._done) + sum(one.exception() is None for one in self._finishing)
-        if not whole:
-            return "nothing was kept"
-        again = "the same command" + ("" if self._job.options.part else " with --resume")
-        return (
-            f"{whole:,} of {counted(len(self._numbers), 'shard')} are kept in {self._folder}: "
-            f"{again} makes the others"
-        )
+        return what_is_kept(whole, len(self._numbers), self._folder, self._job.options)
 
     def end(self) -> None:
         """Leave nothing unfinished behind."""
