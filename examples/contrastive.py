@@ -2,6 +2,7 @@
 
 pack-h5 images train.h5
 python examples/contrastive.py train.h5
+python examples/contrastive.py train.h5 --small-crops 6  # multi-crop (Caron et al. 2020)
 """
 
 import argparse
