@@ -82,7 +82,7 @@ def link_or_copy(path: Path, target: Path) -> None:
     target.unlink(missing_ok=True)
     with suppress(OSError):  # another disk, or a file system without second names
         return os.link(path, target)
-    with path.open("rb") as source, os.fdopen(create_file(target), "wb") as copy:
+    with naming(target), path.open("rb") as source, os.fdopen(create_file(target), "wb") as copy:
         shutil.copyfileobj(source, copy, _COPY_BYTES)
         copy.flush()
         sync_file(copy.fileno(), target)

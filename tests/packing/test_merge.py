@@ -181,6 +181,43 @@ def test_what_cannot_be_one_set_is_refused_by_name(folder, birds, out, tmp_path)
         join_sets([a, tmp_path / "set1"], out)
 
 
+def test_joining_that_fails_leaves_nothing_and_shards_without_an_index_alone(
+    folder, birds, out, tmp_path, monkeypatch
+):
+    pack_set(folder, tmp_path / "a")
+    pack_set(birds, tmp_path / "b", shards=2)
+    pack_set(folder, out, seed=1, part="1/2")
+    before = bytes_of(out)
+    with pytest.raises(UsageError, match=r"set exists: give a new folder"):
+        join_sets([tmp_path / "a", tmp_path / "b"], out)
+    assert bytes_of(out) == before
+    copy, left = disk.link_or_copy, iter(range(3))
+
+    def full(source, target):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        copy(source, target)
+
+    def full_disk(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_share_blocks", lambda *args: False)
+        patch.setattr(os, "link", full_disk)
+        patch.setattr(shutil, "copyfileobj", full_disk)
+        with pytest.raises(OSError, match=r"No space left on device: '.*new/shard-00000-of"):
+            join_sets([tmp_path / "a"], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("h5feed.packing.merge.link_or_copy", full)
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        left = iter(range(3))
+        with pytest.raises(OSError, match="No space left"):
+            join_sets([tmp_path / "a", tmp_path / "b"], tmp_path / name)
+    assert not (tmp_path / "new").exists()
+    assert names(tmp_path / "there") == []
+
+
 # --- items written anew
 
 

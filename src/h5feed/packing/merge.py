@@ -121,21 +121,29 @@ def join_sets(
     """
     folder = Path(out)
     found = look_into(folder)
-    if found.has_index or found.others or (folder.exists() and not folder.is_dir()):
+    if not found.is_empty or found.others or (folder.exists() and not folder.is_dir()):
         raise UsageError(f"OUT {folder} exists: give a new folder")
     _check_parent(folder)
     inputs = [_input(Path(source), progress) for source in sources]
     generations = [one for generations in inputs for one in generations]
     _refuse_copies(generations)
     classes = joint_classes([one.first for one in generations if one.first is not None])
+    made_folder = not folder.exists()
     folder.mkdir(exist_ok=True)
     total = sum(one.count for one in generations)
-    with Progress(total, "linking", unit="shards", show=progress, brief=True) as bar:
-        for number, one in enumerate(generations):
-            for shard, path in enumerate(one.paths):
-                _place(path, folder / shard_name(shard, one.count, number), classes)
-                bar.advance()
-    return replace(merge_set(folder, progress=progress), out=str(out))
+    try:
+        with Progress(total, "linking", unit="shards", show=progress, brief=True) as bar:
+            for number, one in enumerate(generations):
+                for shard, path in enumerate(one.paths):
+                    _place(path, folder / shard_name(shard, one.count, number), classes)
+                    bar.advance()
+        return replace(merge_set(folder, progress=progress), out=str(out))
+    except BaseException:  # it held nothing of a set before
+        for name in (*(left := look_into(folder)).names(), *left.unfinished, INDEX_NAME):
+            (folder / name).unlink(missing_ok=True)
+        if made_folder:
+            folder.rmdir()
+        raise
 
 
 def compact_set(
