@@ -161,8 +161,14 @@ def test_letterboxes_of_images_left_alone_stay():
         (lambda: RandomApply([]), "RandomApply: transforms=[] must be a list of ops of h5feed.aug"),
         (lambda: RandomApply(FLIP), "must be a list of ops of h5feed.augment, of one on"),
         (lambda: RandomApply([INVERT], 2), "RandomApply: p=2 must be a probability between 0 and"),
-        (lambda: RandomChoice([abs]), "holds <built-in function abs>, which is no op that makes"),
-        (lambda: RandomChoice([Grayscale()]), "which is no op that makes one image of bytes of an"),
+        (
+            lambda: RandomChoice([abs]),
+            "holds <built-in function abs>, which is not an op that makes",
+        ),
+        (
+            lambda: RandomChoice([Grayscale()]),
+            "which is not an op that makes one image of bytes of an",
+        ),
         (lambda: RandomChoice([MixUp(), CutMix()]), "mixes whole batches: use MixUpOrCutMix"),
         (lambda: RandomChoice([INVERT], [1, 2]), "RandomChoice: p=[1, 2] must be 1 numbers, none"),
         (lambda: RandomChoice([INVERT, FLIP], [0, 0]), "must be 2 numbers, none below 0, one for"),

@@ -282,7 +282,7 @@ def png():
         ({"b": [[1, 2, 3, 4]], "k": [1, 2]}, {"fields": ["b:boxes", "k:int64[n]@b"]},
          "list.jsonl, line 1, column 'k': 2 rows for 1 box of 'b'"),
         ({"b": [[1, 2, 3, 4]], "k": [1]}, {"fields": ["b:float32[n,4]", "k:int64[n]@b"]},
-         "field=k:int64[n]@b: 'b' is no field of boxes: give it as well, as --field b:boxes"),
+         "field=k:int64[n]@b: 'b' is not a field of boxes: give it as well, as --field b:boxes"),
         ({"b": [[1, 2, 1, 4]]}, {"fields": ["b:boxes"]}, "is not boxes (a box has no area: left"),
         ({"b": [[1, 2, float("nan"), 4]]}, {"fields": ["b:boxes"]}, "(a box has no area: left"),
         ({"b": [[1, 2, 3]]}, {"fields": ["b:boxes"]}, "is not boxes (its shape is (1, 3))"),

@@ -56,7 +56,7 @@ def test_a_set_is_merged_only_when_all_its_shards_are_there_and_of_it(folder, ou
     with pytest.raises(PackError) as caught:
         merge_set(out)
     assert caught.value.sentence == (
-        f"{out} is no whole set, 4 of 5 shards missing or wrong: pack their parts, or bring "
+        f"{out} is not a whole set, 4 of 5 shards missing or wrong: pack their parts, or bring "
         "the shards, then merge-h5 again"
     )
     lines = caught.value.details.splitlines()
@@ -177,7 +177,7 @@ def test_what_cannot_be_one_set_is_refused_by_name(folder, birds, out, tmp_path)
     with pytest.raises(UsageError, match=r"set1 exists: give a new folder"):
         join_sets([a], tmp_path / "set1")
     (tmp_path / "set1" / "shard-00003-of-00005.h5").unlink()
-    with pytest.raises(PackError, match=r"set1 is no whole set, 1 of 5 shards missing or wrong"):
+    with pytest.raises(PackError, match=r"set1 is not a whole set, 1 of 5 shards missing or wrong"):
         join_sets([a, tmp_path / "set1"], out)
 
 

@@ -196,7 +196,7 @@ def test_a_truncated_shard_is_not_taken_for_a_whole_one(folder, out):
     pack_set(folder, out)
     path = out / "shard-00002-of-00005.h5"
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(PackError, match=r"02-of-00005\.h5: .*: it is no whole shard; remove"):
+    with pytest.raises(PackError, match=r"02-of-00005\.h5: .*: it is not a whole shard; remove"):
         pack_set(folder, out, resume=True)
 
 
@@ -269,7 +269,7 @@ def test_few_shards_are_open_at_once_however_slowly_they_are_finished(folder, ou
         ({"order": "source", "seed": 1}, "seed=1 draws a random order, and order=source has none"),
         ({"seed": -1}, "seed=-1 is out of range: give 0 to"),
         ({"shards": None, "part": "1/2"}, "part=1/2 is for a set: give shards as well"),
-        ({"part": "3/2"}, "part=3/2 is no part: give 1/2 to 2/2"),
+        ({"part": "3/2"}, "part=3/2 is not a part: give 1/2 to 2/2"),
         ({"part": "2"}, "part='2' is not I/N, such as 3/8, nor auto, nor auto/N"),
         ({"part": "1/2", "overwrite": True}, "overwrite with part=1/2: parts that run at once"),
     ],
@@ -283,7 +283,7 @@ def test_wrong_options_are_named(folder, out, options, said):
 def test_a_folder_that_cannot_become_a_set(folder, out, tmp_path):
     out.mkdir()
     (out / "notes.txt").touch()
-    with pytest.raises(UsageError, match=r"set holds what is no part of a set \(notes\.txt\)"):
+    with pytest.raises(UsageError, match=r"set holds what is not a part of a set \(notes\.txt\)"):
         pack_set(folder, out)
     with pytest.raises(UsageError, match=r"notes\.txt is a file, and shards=5 makes a folder of"):
         pack_set(folder, out / "notes.txt")
@@ -322,7 +322,7 @@ def test_a_part_that_cannot_be_found(monkeypatch):
     assert find_part("auto/4", kubernetes) == (2, 4)
     with pytest.raises(UsageError, match=r"and Kubernetes needs the number: auto/N; give I/N"):
         find_part("auto", kubernetes)
-    with pytest.raises(UsageError, match="JOB_COMPLETION_INDEX is 2 of 2, which is no part"):
+    with pytest.raises(UsageError, match="JOB_COMPLETION_INDEX is 2 of 2, which is not a part"):
         find_part("auto/2", kubernetes)
     both = {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}
     with pytest.raises(UsageError, match=r"several say .* \(RANK 1/2, SLURM_PROCID 1/3\); g"):

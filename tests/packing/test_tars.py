@@ -162,7 +162,7 @@ def test_a_tar_that_is_cut_off_is_one_sentence(tmp_path, cut):
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512 + 1024  # without the padding of the record
     (tmp_path / "b.tar").write_bytes(whole[:end][:cut])
     text = refusal(PackError, [good, tmp_path / "b.tar"])
-    assert text.startswith(f"{tmp_path}/b.tar is no tar file, or cut off (")
+    assert text.startswith(f"{tmp_path}/b.tar is not a tar file, or cut off (")
     assert text.endswith("): fetch it again")
 
 

@@ -121,6 +121,6 @@ def _checked(op: ChoiceOp, given: Sequence[Any]) -> tuple[Op, ...]:
             raise refuse(op, "transforms", list(given), "mixes whole batches: use MixUpOrCutMix")
         grays = isinstance(one, Grayscale) and one.num_output_channels == 1
         if grays or not isinstance(one, (ImageOp, AxisOp, ChoiceOp)):
-            wrong = f"holds {one!r}, which is no op that makes one image of bytes of another"
+            wrong = f"holds {one!r}, which is not an op that makes one image of bytes of another"
             raise refuse(op, "transforms", list(given), wrong)
     return tuple(given)

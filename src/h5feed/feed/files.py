@@ -615,7 +615,7 @@ def expand_paths(root: FilePath | Sequence[FilePath]) -> list[str]:
     """Return the files that `root` names: one file, a set's folder, a pattern, or several files.
 
     A pattern's files come in sorted order. Raises UsageError where nothing is named, or a folder
-    that is no set, or a set among several files.
+    that is not a set, or a set among several files.
     """
     if isinstance(root, str | os.PathLike):
         paths = _matching(os.path.expanduser(os.fspath(root)))

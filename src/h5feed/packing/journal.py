@@ -234,7 +234,7 @@ def _parse_block(
         labels=facts["labels"],
     )
     if block.labels is not None and np.array(block.labels).dtype.kind not in "if":
-        raise TypeError("a label is no number")
+        raise TypeError("a label is not a number")
     if block.labels is not None and len(block.labels) != len(block.rows):
         raise ValueError("other labels than images")
     numbers = [block.start, block.stop, block.source_bytes, *block.sizes]

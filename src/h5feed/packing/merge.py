@@ -307,7 +307,7 @@ def _whole_generations(folder: Path, progress: bool) -> list[_Generation]:
     if wrong:
         shown = wrong[:_LISTED] + ([f"and {len(wrong) - _LISTED:,} more"] * (len(wrong) > _LISTED))
         raise PackError(
-            f"{folder} is no whole set, {len(wrong):,} of {counted(total, 'shard')} missing or "
+            f"{folder} is not a whole set, {len(wrong):,} of {counted(total, 'shard')} missing or "
             "wrong: pack their parts, or bring the shards, then merge-h5 again",
             details="\n".join(f"  {line}" for line in shown),
         )

@@ -161,7 +161,7 @@ def find_part(text: str, environ: Mapping[str, str] = os.environ) -> tuple[int, 
     if found[1] != "auto":
         part, parts = int(found[1]), int(found[2])
         if not 1 <= part <= parts:
-            raise UsageError(f"part={text} is no part: give 1/{parts} to {parts}/{parts}")
+            raise UsageError(f"part={text} is not a part: give 1/{parts} to {parts}/{parts}")
         return part - 1, parts
     said = _parts_of_the_environment(environ)
     index = environ.get("JOB_COMPLETION_INDEX", "")
@@ -178,7 +178,7 @@ def find_part(text: str, environ: Mapping[str, str] = os.environ) -> tuple[int, 
         raise UsageError(f"part={text}: several say which part this is ({what}); give I/N")
     (name, (part, parts)), *_ = said.items()
     if not 0 <= part < parts:
-        raise UsageError(f"part={text}: {name} is {part} of {parts}, which is no part; give I/N")
+        raise UsageError(f"part={text}: {name} is {part} of {parts}, which is not a part; give I/N")
     if found[2] is not None and parts != int(found[2]):
         raise UsageError(f"part={text}, and {name} is one of {parts}; give auto, or I/N")
     return part, parts

@@ -125,7 +125,7 @@ def check_set_folder(
     found = look_into(folder)
     if found.others:
         raise UsageError(
-            f"OUT {given} holds what is no part of a set ({found.others[0]}): give a folder of "
+            f"OUT {given} holds what is not a part of a set ({found.others[0]}): give a folder of "
             "its own"
         )
     if options.append:
@@ -211,8 +211,8 @@ def _finished(
             if options.overwrite:
                 continue
             raise PackError(
-                f"{ex.sentence.partition('; ')[0]}: it is no whole shard; remove it, and pack its "
-                "part again"
+                f"{ex.sentence.partition('; ')[0]}: it is not a whole shard; remove it, and pack "
+                "its part again"
             ) from ex
         facts = plan.facts() | {"shard": number}
         if index.provenance.get("set") != facts:

@@ -313,8 +313,8 @@ class _Builder:
                 continue
             if of not in counts:
                 raise UsageError(
-                    f"field={one.name}:{one.kind}: {of!r} is no field of boxes: give it as well, "
-                    f"as --field {of}:boxes"
+                    f"field={one.name}:{one.kind}: {of!r} is not a field of boxes: give it as "
+                    f"well, as --field {of}:boxes"
                 )
             if one.rows != counts[of].rows:
                 said = counted(counts[of].rows, "box", "boxes")

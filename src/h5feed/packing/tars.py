@@ -146,7 +146,7 @@ def _scan(path: Path, ends: Sequence[str]) -> _Scanned:
         with tarfile.open(path, "r:") as tar:
             return _grouped(path, tar, ends)
     except tarfile.TarError as ex:
-        raise PackError(f"{path} is no tar file, or cut off ({ex}): fetch it again") from ex
+        raise PackError(f"{path} is not a tar file, or cut off ({ex}): fetch it again") from ex
     except OSError as ex:
         raise PackError(f"cannot read {str(path)!r}: {ex.strerror or ex}") from ex
 
@@ -193,7 +193,9 @@ def _cells(path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, end: str) 
     """Return what a member says of its sample: the cell of one column, or the cells of several."""
     file = tar.extractfile(member)
     if file is None or member.size > _MOST_BYTES:
-        raise UsageError(f"{path}: {member.name!r} of {in_bytes(member.size)} is no column's cell")
+        raise UsageError(
+            f"{path}: {member.name!r} of {in_bytes(member.size)} is not a column's cell"
+        )
     try:
         text = file.read().decode("utf-8").strip()
         found = json.loads(text) if end == "json" else {end: text}
